@@ -1,0 +1,1 @@
+"""Settings of every role, from file, environment and flags."""
