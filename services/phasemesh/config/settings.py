@@ -173,8 +173,8 @@ class EncoderSettings(ServerSettings):
     device: Literal["auto", "cuda", "xpu", "mps", "cpu"] = Field(
         "auto", description="What workers compute on."
     )
-    cpus_per_replica: float | None = Field(
-        None, gt=0, description="CPUs that each worker declares; default: the machine's, shared out."
+    cpus_per_replica: int | None = Field(
+        None, ge=1, description="CPUs that each worker declares; default: the machine's, shared out."
     )
     threads: int | None = Field(None, ge=1, description="torch threads of each worker; default: its CPUs.")
     max_batch_tokens: int | None = Field(
@@ -308,6 +308,25 @@ def _nest(flags: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(section, {})
         node[leaf] = yaml.safe_load(value) if isinstance(value, str) else value
     return tree
+
+
+def dump(settings: Settings) -> str:
+    """The settings in force as YAML *with* secrets, for another process's file; keep it to its owner."""
+
+    def reveal(value: Any) -> Any:
+        match value:
+            case BaseModel():
+                return {name: reveal(getattr(value, name)) for name in type(value).model_fields}
+            case tuple() | list():
+                return [reveal(element) for element in value]
+            case SecretStr():
+                return value.get_secret_value()
+            case Path():
+                return str(value)
+            case _:
+                return value
+
+    return yaml.safe_dump(reveal(settings), sort_keys=False)
 
 
 def describe(settings: Settings) -> str:

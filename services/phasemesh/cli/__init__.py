@@ -1,0 +1,1 @@
+"""Composition root: commands that start roles and talk to them."""

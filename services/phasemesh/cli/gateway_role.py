@@ -1,0 +1,34 @@
+"""Runs the gateway role in this process until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from phasemesh.cli.process import configure_process, stop_requested
+from phasemesh.cli.report import RoleReport, write_report
+from phasemesh.config.settings import Settings
+from phasemesh.gateway.serve import serve_gateway
+from phasemesh.telemetry.tracing import shutdown_tracing
+
+ROLE = "gateway"
+
+
+def run_gateway(settings: Settings, *, exit_with_parent: bool = False) -> None:
+    """Serve until SIGTERM, SIGINT or, on request, the parent's death; then drain."""
+    configure_process(settings, ROLE)
+    settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def listening(port: int, admin_port: int) -> None:
+        write_report(settings.runtime_dir, RoleReport(ROLE, os.getpid(), port, admin_port))
+
+    try:
+        asyncio.run(
+            serve_gateway(
+                settings,
+                stop=lambda: stop_requested(exit_with_parent=exit_with_parent),
+                on_listening=listening,
+            )
+        )
+    finally:
+        shutdown_tracing()

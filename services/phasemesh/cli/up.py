@@ -1,0 +1,132 @@
+"""`phasemesh up`: the whole mesh on this machine, one process per role.
+
+Roles start from the encoder outwards and drain from the gateway inwards, so that nothing that takes requests
+runs without what answers them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from phasemesh.cli.banner import announce
+from phasemesh.cli.report import read_report, report_path
+from phasemesh.cli.supervisor import PrefixedOutput, RoleProcess, supervise
+from phasemesh.config.settings import ENV_PREFIX, Settings, SettingsError, dump
+
+logger = logging.getLogger(__name__)
+
+#: Drain order: what takes requests first.
+ROLES = ("gateway", "encoder")
+_POLL_S = 0.1
+
+
+@contextmanager
+def runtime_lock(runtime_dir: Path) -> Iterator[None]:
+    """Hold the runtime folder for this process.
+
+    Raises:
+        SettingsError: another `phasemesh up` holds it, or it can't be made.
+    """
+    try:
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (runtime_dir / "up.lock").open("a+")
+    except OSError as error:
+        raise SettingsError(f"runtime_dir: {runtime_dir}: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(
+                f"runtime_dir: {runtime_dir} is in use by another `phasemesh up`; stop that one, "
+                "or give this one another --runtime-dir and other ports"
+            ) from None
+        yield
+
+
+def run_up(settings: Settings, console: Console) -> None:
+    """Run the mesh until SIGTERM or SIGINT, then drain it.
+
+    Raises:
+        MeshFailed: a role can't be kept running.
+        SettingsError: another `phasemesh up` uses the same runtime folder.
+    """
+    runtime_dir = settings.runtime_dir
+    with runtime_lock(runtime_dir):
+        for role in ROLES:
+            report_path(runtime_dir, role).unlink(missing_ok=True)
+        # The roles read the settings in force from a file and nothing from the environment, so that they
+        # can't come to other settings than these. Keys may be among them: the folder is its owner's alone.
+        file = runtime_dir / "settings.yaml"
+        file.unlink(missing_ok=True)
+        file.touch(mode=0o600)
+        file.write_text(dump(settings))
+        try:
+            asyncio.run(_run(settings, file, console))
+        finally:
+            file.unlink(missing_ok=True)
+
+
+async def _run(settings: Settings, file: Path, console: Console) -> None:
+    runtime_dir = settings.runtime_dir
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+    output = PrefixedOutput(ROLES)
+    # Longer than the roles' own limits, so that killing is for those that hang.
+    drain_s = settings.rpc.drain_delay_s + 2 * settings.rpc.drain_s + 15
+
+    def role(name: str, *extra: Callable[[], Sequence[str]], after: str | None = None) -> RoleProcess:
+        def command() -> list[str]:
+            arguments = [argument for part in extra for argument in part()]
+            # A role that is started again keeps its ports: others know them.
+            if (report := read_report(runtime_dir, name)) is not None:
+                arguments += ["--set", f"{name}.port={report.port}"]
+                arguments += ["--set", f"{name}.admin_port={report.admin_port}"]
+            base = [
+                sys.executable,
+                "-m",
+                "phasemesh.cli.main",
+                name,
+                "--config",
+                str(file),
+                "--exit-with-parent",
+            ]
+            return [*base, *arguments]
+
+        async def listens() -> None:
+            while after is not None and read_report(runtime_dir, after) is None:
+                await asyncio.sleep(_POLL_S)
+
+        return RoleProcess(
+            name, command, write_line=output, environment=environment, wait_until=listens, drain_s=drain_s
+        )
+
+    def encoder_target() -> list[str]:
+        report = read_report(runtime_dir, "encoder")
+        assert report is not None  # the gateway waits for it
+        return ["--set", f"gateway.encoders=['{settings.encoder.host}:{report.port}']"]
+
+    roles = [role("gateway", encoder_target, after="encoder"), role("encoder")]
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            for process in roles:
+                process.kill()
+        else:
+            console.print("[bold]draining[/] (once more to kill)")
+            stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await supervise(roles, stop, lambda: announce(settings, console))
+    console.print("stopped")
