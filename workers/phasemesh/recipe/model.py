@@ -103,7 +103,7 @@ class Recipe:
         pooling: modes, concatenated in order; empty where the model has no dense vector.
         include_prompt: False excludes the prompt's tokens from mean pooling (INSTRUCTOR).
         normalize: whether the model ends in an L2 normalisation.
-        lower_case: whether texts are lower-cased before tokenizing (`do_lower_case`).
+        lower_case: whether texts are lower-cased (`do_lower_case`); the serialised tokenizer does it.
         prompts: (name, text) pairs; the text is put before the input, with no separator.
         default_prompt: name of the prompt used when the caller names none.
         matryoshka_dims: sizes that dense vectors may be cut to; empty where the model wasn't trained for it.
@@ -111,7 +111,8 @@ class Recipe:
         activation: applied to a cross-encoder's logit.
         late_interaction: ColBERT conventions, for that kind only.
         vocab_size: rows of the embedding table; a token id at or above it is refused.
-        weights_digest: SHA-256 over the weight files, hex.
+        weights_digest: SHA-256, hex, over the weight files and the keys of `config.json` that change vectors
+            (the same tensors give others under another `layer_norm_eps` or `rope_theta`).
         tokenizer_digest: SHA-256 over the tokenizer's files, hex.
     """
 
@@ -157,12 +158,19 @@ class Recipe:
     def prompt_for(self, role: Role | None) -> str | None:
         """Name of the prompt that sentence-transformers would use for `role`.
 
-        `encode_query` takes "query", `encode_document` the first of document, passage, corpus; both, and a
-        call without a role, fall back to the default prompt.
+        `encode_query` takes "query", `encode_document` the first of document, passage, corpus, and neither
+        falls back to the default prompt, which is for calls without a role. (sentence-transformers 6.2
+        adds an empty "document" prompt to every model, which hides a "passage" prompt from its own documented
+        order; here the order counts, since such models were trained with that prompt.)
         """
         names = [name for name, _ in self.prompts]
-        wanted = {Role.QUERY: ("query",), Role.DOCUMENT: DOCUMENT_PROMPT_NAMES, None: ()}[role]
-        return next((name for name in wanted if name in names), self.default_prompt)
+        match role:
+            case Role.QUERY:
+                return "query" if "query" in names else None
+            case Role.DOCUMENT:
+                return next((name for name in DOCUMENT_PROMPT_NAMES if name in names), None)
+            case None:
+                return self.default_prompt
 
     def prompt_text(self, name: str | None) -> str:
         """Text of the prompt `name`, "" for None.
