@@ -1,0 +1,1 @@
+"""The torch side: loading, forward pass, pooling and heads; the only importer of torch."""
