@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from phasemesh.recipe.model import Recipe
 
 Int32 = npt.NDArray[np.int32]
