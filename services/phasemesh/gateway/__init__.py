@@ -1,0 +1,1 @@
+"""REST in front of the mesh."""

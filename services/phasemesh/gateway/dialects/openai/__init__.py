@@ -1,0 +1,1 @@
+"""The OpenAI dialect: embeddings and models."""

@@ -1,0 +1,1 @@
+"""Reranking in the shape that Cohere and Jina share."""
