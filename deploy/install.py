@@ -46,8 +46,8 @@ def main() -> int:
         have = torch_build()
         if have != options.torch:
             print(
-                f"note: asked for the {options.torch} build of torch, the package index gave the {have or 'no'} one; "
-                "set TORCH_INDEX_URL to an index that carries the other"
+                f"note: asked for the {options.torch} build of torch, the package index gave the "
+                f"{have or 'no'} one; set TORCH_INDEX_URL to an index that carries the other"
             )
     pip("--quiet", "--editable", f"{ROOT}[{options.extra}]")
     return 0

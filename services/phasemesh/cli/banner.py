@@ -111,7 +111,7 @@ def banner(
             "A rerank:",
             "",
             f"  curl -s {rest}/v1/rerank{key} -H 'Content-Type: application/json' \\",
-            f"""    -d '{{"model": "{scorer.name}", "query": "What is a mesh?", "documents": \\""",
+            f"""    -d '{{"model": "{scorer.name}", "query": "What is a mesh?", "documents":""",
             """         ["Bread needs flour and water.", "A mesh joins many nodes to each other."]}'""",
         ]
     runtime = (

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 
 from phasemesh.cli.process import configure_process, cpus, stop_requested, tracing_settings
 from phasemesh.cli.report import RoleReport, write_report
-from phasemesh.config.settings import EncoderSettings, ModelSettings, Settings, SettingsError
+from phasemesh.config.settings import ModelSettings, Settings, SettingsError
 from phasemesh.encoder.service import EncoderRuntime
 from phasemesh.pool.inprocess import InProcessPool
 from phasemesh.pool.protocol import ModelSpec
@@ -62,17 +62,13 @@ def pool_config(settings: Settings) -> PoolConfig:
     )
 
 
-def batch_token_budget(encoder: EncoderSettings, device: str) -> int:
-    """Padded tokens of a batch: what was set, else what suits the device that the models are on."""
-    return encoder.max_batch_tokens or (2048 if device == "cpu" else 16384)
-
-
 def run_encoder(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serve until SIGTERM, SIGINT or, on request, the parent's death; then drain.
 
     Raises:
         SettingsError: no models are configured.
         PoolStartError: Ray or the workers can't start.
+        EncoderStartError: a model doesn't answer.
     """
     if not settings.encoder.models:
         raise SettingsError(
@@ -110,19 +106,23 @@ async def _serve(settings: Settings, exit_with_parent: bool) -> None:
     metrics = Metrics()
     metrics.start_at_zero(ENCODE_PHASES, [model.name for model in encoder.models])
     heartbeat = LoopHeartbeat()
-    loading = Health(ok=False, detail={"state": "loading models"})
     runtime: EncoderRuntime | None = None
-    admin = AdminServer(
-        host=encoder.admin_host,
-        port=encoder.admin_port,
-        metrics=metrics,
-        live=heartbeat.health,
-        ready=lambda: runtime.health() if runtime is not None else loading,
-    )
     stop = asyncio.ensure_future(stop_requested(exit_with_parent=exit_with_parent))
+
+    def health() -> Health:
+        if stop.done():
+            return Health(ok=False, detail={"state": "draining"})
+        if runtime is None:
+            return Health(ok=False, detail={"state": "loading models"})
+        return runtime.health()
+
+    admin = AdminServer(
+        host=encoder.admin_host, port=encoder.admin_port, metrics=metrics, live=heartbeat.health, ready=health
+    )
     async with AsyncExitStack() as stack:
         heartbeat.start()
-        stack.push_async_callback(heartbeat.close)
+        stack.callback(heartbeat.stop)
+        # First of all: probes get an answer while models load.
         admin_port = admin.start()
         stack.callback(admin.close)
 
@@ -135,27 +135,22 @@ async def _serve(settings: Settings, exit_with_parent: bool) -> None:
         pool = starting.result()
         stack.push_async_callback(pool.close)
 
+        aliases = {model.name: model.aliases for model in encoder.models}
         runtime = EncoderRuntime(
-            encoder,
-            pool.models,
-            {model.name: model.aliases for model in encoder.models},
-            pool,
-            metrics,
-            max_batch_tokens=batch_token_budget(encoder, pool.models[0].device),
-            max_message_bytes=settings.rpc.max_message_bytes,
+            encoder, pool.models, aliases, pool, metrics, max_message_bytes=settings.rpc.max_message_bytes
         )
+        stack.push_async_callback(runtime.close)
+        await runtime.start()
         server = RpcServer(
             role=ROLE, server=encoder, rpc=settings.rpc, access=settings.access, metrics=metrics
         )
         server.add(SERVICE, add_EncoderServiceServicer_to_server, runtime.servicer)
-        runtime.start()
         port = await server.start()
 
         def follow_health() -> None:
-            assert runtime is not None
-            server.set_serving(SERVICE, runtime.health().ok)
+            server.set_serving(SERVICE, health().ok)
 
-        pool.add_listener(follow_health)
+        stack.callback(pool.add_listener(follow_health))
         follow_health()
         write_report(settings.runtime_dir, RoleReport(ROLE, os.getpid(), port, admin_port))
         logger.info(
@@ -164,7 +159,6 @@ async def _serve(settings: Settings, exit_with_parent: bool) -> None:
         )
         await stop
         logger.info("encoder draining")
-        runtime.begin_drain()
         await server.drain()
         await runtime.drain()
         await pool.drain(settings.rpc.drain_s)

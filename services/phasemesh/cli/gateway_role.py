@@ -8,7 +8,7 @@ import os
 from phasemesh.cli.process import configure_process, stop_requested
 from phasemesh.cli.report import RoleReport, write_report
 from phasemesh.config.settings import Settings
-from phasemesh.gateway.serve import serve_gateway
+from phasemesh.gateway.serve import Ports, serve_gateway
 from phasemesh.telemetry.tracing import shutdown_tracing
 
 ROLE = "gateway"
@@ -19,15 +19,13 @@ def run_gateway(settings: Settings, *, exit_with_parent: bool = False) -> None:
     configure_process(settings, ROLE)
     settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def listening(port: int, admin_port: int) -> None:
-        write_report(settings.runtime_dir, RoleReport(ROLE, os.getpid(), port, admin_port))
+    def report(ports: Ports) -> None:
+        write_report(settings.runtime_dir, RoleReport(ROLE, os.getpid(), ports.http, ports.admin))
 
     try:
         asyncio.run(
             serve_gateway(
-                settings,
-                stop=lambda: stop_requested(exit_with_parent=exit_with_parent),
-                on_listening=listening,
+                settings, on_started=report, until=lambda: stop_requested(exit_with_parent=exit_with_parent)
             )
         )
     finally:

@@ -186,7 +186,9 @@ def _add_client_commands() -> None:
 
 def main() -> None:
     """Entry point: runs the command and turns expected failures into one line and an exit status."""
+    from phasemesh.encoder.service import EncoderStartError
     from phasemesh.pool.settings import PoolStartError
+    from phasemesh.rpc.bind import BindError
 
     _add_client_commands()
     status: Any = 0
@@ -196,11 +198,11 @@ def main() -> None:
         status = leave.exit_code
     except typer.Abort:
         status = 130
-    except (SettingsError, PoolStartError) as error:
+    except (SettingsError, PoolStartError, EncoderStartError) as error:
         for line in str(error).splitlines():
             console.print(f"error: {line}", style="red", markup=False)
         status = EXIT_CONFIG
-    except MeshFailed as error:
+    except (MeshFailed, BindError) as error:
         console.print(f"error: {error}", style="red", markup=False)
         status = 1
     except PhasemeshError as error:

@@ -25,7 +25,7 @@ def tracing_settings(settings: Settings) -> TracingSettings:
 
 async def stop_requested(*, exit_with_parent: bool) -> None:
     """Return on SIGTERM or SIGINT, or when the parent's end of stdin closes."""
-    waits = [asyncio.ensure_future(wait_for_signal())]
+    waits: list[asyncio.Future[object]] = [asyncio.ensure_future(wait_for_signal())]
     if exit_with_parent:
         waits.append(asyncio.ensure_future(_parent_gone()))
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

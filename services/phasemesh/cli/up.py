@@ -11,6 +11,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from rich.console import Console
 from phasemesh.cli.banner import announce
 from phasemesh.cli.report import read_report, report_path
 from phasemesh.cli.supervisor import PrefixedOutput, RoleProcess, supervise
-from phasemesh.config.settings import ENV_PREFIX, Settings, SettingsError, dump
+from phasemesh.config.settings import ENV_PREFIX, ServerSettings, Settings, SettingsError, dump
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def run_up(settings: Settings, console: Console) -> None:
     """
     runtime_dir = settings.runtime_dir
     with runtime_lock(runtime_dir):
+        _check_ports(settings)
         for role in ROLES:
             report_path(runtime_dir, role).unlink(missing_ok=True)
         # The roles read the settings in force from a file and nothing from the environment, so that they
@@ -69,11 +71,39 @@ def run_up(settings: Settings, console: Console) -> None:
         file = runtime_dir / "settings.yaml"
         file.unlink(missing_ok=True)
         file.touch(mode=0o600)
-        file.write_text(dump(settings))
+        file.write_text(dump(_for_this_terminal(settings)))
         try:
             asyncio.run(_run(settings, file, console))
         finally:
             file.unlink(missing_ok=True)
+
+
+def _for_this_terminal(settings: Settings) -> Settings:
+    """The settings for roles whose output comes through us: they can't see whether a person reads it."""
+    if settings.log.format != "auto":
+        return settings
+    style = "text" if sys.stderr.isatty() else "json"
+    return settings.model_copy(update={"log": settings.log.model_copy(update={"format": style})})
+
+
+def _check_ports(settings: Settings) -> None:
+    """Refuse ports that are taken now, rather than after the models are loaded."""
+    for role in ROLES:
+        server: ServerSettings = getattr(settings, role)
+        for name, host, port in (
+            ("port", server.host, server.port),
+            ("admin_port", server.admin_host, server.admin_port),
+        ):
+            if not port:
+                continue
+            try:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                socket.create_server((host, port), family=family).close()
+            except OSError as error:
+                raise SettingsError(
+                    f"{role}.{name}: {host}:{port} can't be had ({error.strerror}); stop what uses it, "
+                    f"or take another with --set {role}.{name}=0"
+                ) from None
 
 
 async def _run(settings: Settings, file: Path, console: Console) -> None:

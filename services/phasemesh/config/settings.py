@@ -88,7 +88,7 @@ class RpcSettings(_Section):
 class KeySettings(_Section):
     """One API key."""
 
-    name: str = Field(description="Who uses it; appears in logs.", min_length=1)
+    name: str = Field(description="Who uses it; appears in logs.", pattern=r"^[!-~]{1,64}$")
     key: SecretStr = Field(description="The key itself.", min_length=8)
     role: Literal["caller", "mesh"] = Field(
         "caller", description="`mesh` keys are for Phasemesh's own processes, which may speak for a tenant."

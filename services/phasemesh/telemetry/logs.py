@@ -18,7 +18,12 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    # Ray and uvicorn put fields of their own on every record.
+    fields = {
+        key: value
+        for key, value in vars(record).items()
+        if key not in _STANDARD and not key.startswith("_") and key != "color_message"
+    }
     context = trace.get_current_span().get_span_context()
     if context.is_valid:
         fields.setdefault("trace_id", trace.format_trace_id(context.trace_id))
@@ -73,5 +78,5 @@ def configure_logging(
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     # Libraries that log every connection or request at INFO; ours is one access line per call.
-    for chatty in ("httpx", "httpcore", "urllib3", "filelock", "huggingface_hub", "asyncio"):
+    for chatty in ("httpx", "httpcore", "urllib3", "filelock", "huggingface_hub", "asyncio", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
+
 from phasemesh.telemetry.metrics import Metrics
 
 

@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace.export import (
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, SamplingResult, TraceIdRatioBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import Attributes
+
 from phasemesh.telemetry import names
 
 #: Most requests in one batch, and so most links of its span; the SDK silently keeps 128 by default.

@@ -56,7 +56,7 @@ def test_every_fault_is_named_at_once() -> None:
 @pytest.mark.parametrize("name", ["PHASEMESH_ENCODR__PORT", "PHASEMESH_ENCODER__PRT"])
 def test_misspelt_environment_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    with pytest.raises(SettingsError, match="no setting|no such setting"):
+    with pytest.raises(SettingsError, match=r"no setting|no such setting"):
         load_settings()
 
 
