@@ -78,13 +78,13 @@ class PhasemeshError(Exception):
 
     @property
     def code(self) -> Code:
-        """Its row of `GRPC_CODE`."""
-        return GRPC_CODE[type(self)]
+        """Its row of `GRPC_CODE`, or that of the leaf it derives from."""
+        return next(GRPC_CODE[kind] for kind in type(self).__mro__ if kind in GRPC_CODE)
 
     @property
     def http_status(self) -> int:
-        """Its row of `HTTP_STATUS`."""
-        return HTTP_STATUS[type(self)]
+        """Its row of `HTTP_STATUS`, or that of the leaf it derives from."""
+        return next(HTTP_STATUS[kind] for kind in type(self).__mro__ if kind in HTTP_STATUS)
 
 
 class InvalidArgument(PhasemeshError):

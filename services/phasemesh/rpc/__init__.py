@@ -1,0 +1,1 @@
+"""gRPC plumbing that every role shares."""
