@@ -361,7 +361,7 @@ async def test_the_queue_is_bounded_and_says_when_to_come_back() -> None:
 
 
 async def test_idle_time_is_no_throughput() -> None:
-    async with running(FakePool(held=True)) as bench:
+    async with running(FakePool(held=True), tokens=10) as bench:
         for i in range(2):
             ticket = bench.admit([1] * 10)
             await bench.pool.wait_for(i + 1)
@@ -370,6 +370,23 @@ async def test_idle_time_is_no_throughput() -> None:
             await settled(ticket)
             assert bench.meter.tokens_per_second == pytest.approx(5, rel=0.01)
             bench.clock.s += 1000
+
+
+async def test_small_batches_say_nothing_of_capacity() -> None:
+    """One short text takes as long as ten; a rate learned from it would refuse the next large request."""
+    pool = FakePool(held=True)
+    async with running(pool, tokens=10, wait_s=30) as bench:
+        small = bench.admit([1] * 2)
+        await pool.wait_for(1)
+        bench.clock.s += 2
+        pool.release(0)
+        await settled(small)
+        assert bench.meter.tokens_per_second == 0
+        large = bench.admit(*([2] * 10 for _ in range(50)))
+        after = bench.admit([3])  # at one token a second, 500 tokens ahead would be far beyond 30 s
+        pool.release()
+        await settled(large)
+        await settled(after)
 
 
 async def test_oldest_first_between_lanes_and_never_mixed() -> None:

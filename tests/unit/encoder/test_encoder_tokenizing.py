@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from tokenizers import Tokenizer
 
+from phasemesh.encoder.cutting import CHARS_PER_TOKEN, MARGIN_CHARS
 from phasemesh.encoder.rows import Row
 from phasemesh.encoder.template import longest_first
 from phasemesh.encoder.tokenizing import Cut, TextEncoder
@@ -232,6 +233,13 @@ def test_spans_are_code_points_of_known_places(minilm: TextEncoder) -> None:
         "hidden words" + " " * 900_000,
         "x" * 1_000_000,
         "start " + "y" * 1_000_000 + " end",
+        # The first cut falls into a word that is unknown as a whole, but not as the 50 letters before it.
+        ("word " * 253).ljust((254 + 1) * CHARS_PER_TOKEN + 2 * MARGIN_CHARS - 50)
+        + "x" * 300
+        + " more" * 9000,
+        "more " * 9000
+        + "x" * 300
+        + ("word " * 253).rjust((254 + 1) * CHARS_PER_TOKEN + 2 * MARGIN_CHARS - 50),
     ],
 )
 def test_a_megabyte_is_cut_as_if_it_had_been_tokenized_whole(

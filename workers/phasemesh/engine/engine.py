@@ -105,6 +105,7 @@ class Engine:
             name=spec.name,
             recipe=model.recipe,
             tokenizer_json=model.tokenizer_json,
+            mask_token_id=model.mask_id,
             dtype=str(dtype).removeprefix("torch."),
             device=str(self.device),
             weight_bytes=model.weight_bytes,

@@ -37,6 +37,7 @@ class Model:
         network: transformers' module: a backbone, or a classifier for cross-encoders.
         projections: float32 weight [out, in] and bias of the layers after a late-interaction backbone.
         tokenizer_json: the serialised tokenizer, without truncation or padding.
+        mask_id: the tokenizer's mask token; None for none.
         pad_id: token that fills up.
         type_count: token types it takes; 0 where its tokenizer gives none.
         dtype: dtype of the backbone.
@@ -47,6 +48,7 @@ class Model:
     network: Any
     projections: tuple[Projection, ...]
     tokenizer_json: str
+    mask_id: int | None
     pad_id: int
     type_count: int
     dtype: torch.dtype
@@ -93,6 +95,7 @@ def load_model(
         network=network.to(device).eval(),
         projections=projections,
         tokenizer_json=tokenizer.to_str(),
+        mask_id=python_tokenizer.mask_token_id,
         pad_id=pad_id if pad_id is not None and 0 <= pad_id < recipe.vocab_size else 0,
         type_count=types if takes_types else 0,
         dtype=dtype,

@@ -52,6 +52,7 @@ class LoadedModel:
         name: as in its `ModelSpec`.
         recipe: the recipe, after the specification's overrides.
         tokenizer_json: the serialised `tokenizers.Tokenizer`, without truncation or padding.
+        mask_token_id: the tokenizer's mask token, which expands late-interaction queries; None for none.
         dtype: dtype of the backbone's weights, e.g. "bfloat16".
         device: e.g. "cpu", "cuda:0".
         weight_bytes: memory that the weights take.
@@ -63,6 +64,7 @@ class LoadedModel:
     dtype: str
     device: str
     weight_bytes: int
+    mask_token_id: int | None = None
 
 
 class Output(StrEnum):

@@ -1,0 +1,1 @@
+"""The encoder service: tokenize, admit, batch, answer."""
