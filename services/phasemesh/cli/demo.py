@@ -97,7 +97,7 @@ async def _run(client: RpcClient, settings: Settings, target: str, gateway: str 
     console.print(
         f"[bold]2. Find[/] by cosine: {found} of {len(asked)} questions have their passage in the best 3"
     )
-    console.print(f"   {timing_line(reply.timings)}\n")
+    console.print(f"   {timing_line(reply.timings)}\n", soft_wrap=True)
 
     console.print(f"[bold]3. Rerank[/] the best {_CANDIDATES} of a question with {embedder.name}")
     for (query, _), row in list(zip(asked, order, strict=True))[:_SHOWN_QUERIES]:
@@ -110,7 +110,7 @@ async def _run(client: RpcClient, settings: Settings, target: str, gateway: str 
         for score, passage in ranked[:3]:
             table.add_row(f"{score:.3f}", f"[bold]{passage.title}[/] {passage.text[:90]}…")
         console.print(table)
-        console.print(f"   {timing}\n")
+        console.print(f"   {timing}\n", soft_wrap=True)
     where = f"REST ({gateway}/v1/rerank); the times are its Server-Timing header" if gateway else "gRPC"
     console.print(f"   over {where}", style="dim")
 
@@ -152,7 +152,8 @@ async def _embed(
                 phases[phase.phase] = phases.get(phase.phase, 0) + phase.duration_ns
             progress.advance(task, len(batch))
     console.print(
-        "   " + " · ".join(f"{name} {duration / 1e6:.1f}" for name, duration in phases.items()) + " ms"
+        "   " + " · ".join(f"{name} {duration / 1e6:.1f}" for name, duration in phases.items()) + " ms",
+        soft_wrap=True,
     )
     return np.concatenate(blocks), tokens
 

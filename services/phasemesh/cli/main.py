@@ -30,6 +30,12 @@ app = typer.Typer(
 )
 console = Console(stderr=True, highlight=False)
 
+
+def _complain(text: str) -> None:
+    for line in text.splitlines():
+        console.print(f"error: {line}", style="red", markup=False, soft_wrap=True)
+
+
 ParentOption = Annotated[bool, typer.Option("--exit-with-parent", hidden=True)]
 PortOption = Annotated[
     int | None, typer.Option("--port", help="Public port; 0 takes a free one.", show_default=False)
@@ -199,15 +205,14 @@ def main() -> None:
     except typer.Abort:
         status = 130
     except (SettingsError, PoolStartError, EncoderStartError) as error:
-        for line in str(error).splitlines():
-            console.print(f"error: {line}", style="red", markup=False)
+        _complain(str(error))
         status = EXIT_CONFIG
     except (MeshFailed, BindError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
+        _complain(str(error))
         status = 1
     except PhasemeshError as error:
         field = f" ({error.field})" if error.field else ""
-        console.print(f"error: {error.reason}{field}: {error.message}", style="red", markup=False)
+        _complain(f"{error.reason}{field}: {error.message}")
         status = 1
     except Exception as error:
         if not hasattr(error, "format_message"):  # anything but click's usage errors is a bug: show its trace

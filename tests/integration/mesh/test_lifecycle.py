@@ -1,0 +1,220 @@
+"""`phasemesh up` as its user meets it: the banner's commands, the client commands, the ways in and out."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from phasemesh.cli.supervisor import EXIT_CONFIG
+from tests.mesh import Mesh, running_mesh
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+CLI = [sys.executable, "-m", "phasemesh.cli.main"]
+
+
+def shell(command: str) -> str:
+    done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, (command, done.stdout, done.stderr)
+    return done.stdout
+
+
+def cli(*arguments: str, status: int = 0) -> str:
+    done = subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def banner_commands(mesh: Mesh) -> list[str]:
+    """Commands of the banner: indented lines from a program's name to where the indentation ends."""
+    lines = mesh.output.split("phasemesh is ready", 1)[1].splitlines()
+    commands: list[str] = []
+    for line in lines:
+        if re.match(r"  (curl|\S*grpcurl) ", line):
+            commands.append(line.strip())
+        elif line.startswith("    ") and commands:
+            commands[-1] += "\n" + line
+    return commands
+
+
+def descendants(pid: int) -> set[int]:
+    """`pid` and every process below it."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, todo = {pid}, [pid]
+    while todo:
+        children = parents.get(todo.pop(), [])
+        found.update(children)
+        todo += children
+    return found
+
+
+def running(pids: set[int]) -> set[int]:
+    """Those of `pids` that still run; zombies don't."""
+    alive = set()
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            alive.add(pid)
+    return alive
+
+
+def gone(mesh: Mesh, pids: set[int]) -> None:
+    mesh.wait_until(lambda: not running(pids), 40, "every process to be gone")
+
+
+def test_the_banner_s_commands_work_as_they_stand(mesh: Mesh) -> None:
+    embedding, grpc, rerank = banner_commands(mesh)
+    vector = json.loads(shell(embedding))["data"][0]["embedding"]
+    over_grpc = json.loads(shell(grpc))
+    assert len(vector) == over_grpc["dense"]["shape"][1] == 384
+    assert over_grpc["dense"]["values"] == pytest.approx(vector, abs=1e-6)
+    phases = [phase["phase"] for phase in over_grpc["timings"]["phases"]]
+    assert phases == ["encode.tokenize", "encode.queue", "encode.forward", "encode.pool"]
+    best = json.loads(shell(rerank))["results"][0]
+    assert best["index"] == 1
+
+
+def test_grpcurl_lists_describes_and_checks_health(mesh: Mesh) -> None:
+    tool = shlex.split(banner_commands(mesh)[1])[0]
+    call = f"{tool} -plaintext {mesh.grpc}"
+    assert "phasemesh.v1.EncoderService" in shell(f"{call} list").split()
+    assert "rpc Embed" in shell(f"{call} describe phasemesh.v1.EncoderService")
+    assert "repeated .phasemesh.v1.Input inputs" in shell(f"{call} describe phasemesh.v1.EmbedRequest")
+    for service in ("", "phasemesh.v1.EncoderService"):
+        request = shlex.quote(json.dumps({"service": service}))
+        reply = shell(f"{tool} -plaintext -d {request} {mesh.grpc} grpc.health.v1.Health/Check")
+        assert json.loads(reply) == {"status": "SERVING"}
+
+
+def test_rpcs_of_later_releases_say_so(mesh: Mesh) -> None:
+    tool = shlex.split(banner_commands(mesh)[1])[0]
+    for method, said in (
+        ("EncoderService/Classify", "later release"),
+        ("RetrievalService/Search", "RetrievalService"),
+        ("ScorerService/LeafSearch", "ScorerService"),
+    ):
+        proto = f"-import-path {Path('protos').resolve()} -proto phasemesh/v1/scorer.proto -proto phasemesh/v1/encoder.proto -proto phasemesh/v1/retrieval.proto"
+        command = f"{tool} -plaintext {proto} {mesh.grpc} phasemesh.v1.{method}"
+        done = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False
+        )
+        assert "Unimplemented" in done.stderr, done.stderr
+        assert said in done.stderr, done.stderr
+
+
+def test_client_commands(mesh: Mesh, tmp_path: Path) -> None:
+    where = ("--runtime-dir", str(mesh.runtime_dir))
+    assert "minilm" in cli("models", *where)
+    rows = cli("embed", "one", "two", "-m", "minilm", "--json", *where).splitlines()
+    assert [len(json.loads(row)["embedding"]) for row in rows[:2]] == [384, 384]
+    file = tmp_path / "documents.txt"
+    file.write_text("Bread needs flour.\nA mesh joins nodes.\n")
+    out = cli("rerank", "What joins nodes?", "-f", str(file), "-m", "minilm", "--json", *where)
+    ranked = json.loads(out.splitlines()[0])
+    assert [row["index"] for row in ranked] == [1, 0]
+    assert "MODEL_NOT_FOUND (model)" in cli("embed", "x", "-m", "nobody", *where, status=1)
+    assert "phasemesh up" in cli("models", "--runtime-dir", str(tmp_path), status=EXIT_CONFIG)
+
+
+def test_demo(mesh: Mesh) -> None:
+    out = cli("demo", "-m", "minilm", "--runtime-dir", str(mesh.runtime_dir))
+    assert "260 vectors of 384" in out
+    found = int(re.search(r"(\d+) of 24 questions", out)[1])  # type: ignore[index]  # asserted by the subscript
+    assert found >= 22
+    assert "encode.forward" in out
+    assert "gateway.rpc" in out
+
+
+def test_ctrl_c_drains_and_leaves_nothing() -> None:
+    with running_mesh() as mesh:
+        pids = descendants(mesh.process.pid)
+        assert len(pids) > 5  # two roles, Ray's processes, the worker
+        with httpx.Client(base_url=mesh.rest) as http:
+            body = {"model": "all-MiniLM-L6-v2", "input": [f"{n} " + "word " * 200 for n in range(96)]}
+            import threading
+
+            statuses: list[int] = []
+            asking = threading.Thread(
+                target=lambda: statuses.append(http.post("/v1/embeddings", json=body, timeout=60).status_code)
+            )
+            asking.start()
+            mesh.wait_until(
+                lambda: (
+                    "queue_items" in mesh.admin("encoder", "/metrics")[1]
+                    and not re.search(
+                        r"phasemesh_inflight_requests 0\.0", mesh.admin("encoder", "/metrics")[1]
+                    )
+                ),
+                20,
+                "the request to be in flight",
+            )
+            assert mesh.stop(signal.SIGINT) == 0
+            asking.join(10)
+        assert statuses == [200]  # what was in flight was answered
+        gone(mesh, pids)
+        left = sorted(path.name for path in mesh.runtime_dir.iterdir())
+        assert set(left) <= {"up.lock", "encoder.json", "gateway.json"}, left
+        assert "stopped" in mesh.output
+
+
+def test_a_killed_supervisor_takes_its_roles_along() -> None:
+    with running_mesh("--no-ray") as mesh:
+        pids = descendants(mesh.process.pid)
+        os.kill(mesh.process.pid, signal.SIGKILL)
+        mesh.process.wait(10)
+        gone(mesh, pids)
+
+
+def test_two_at_once_is_refused_by_name(mesh: Mesh) -> None:
+    out = cli("up", "--runtime-dir", str(mesh.runtime_dir), status=EXIT_CONFIG)
+    assert "in use by another `phasemesh up`" in out
+
+
+def test_a_taken_port_is_named_before_anything_loads(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        began = time.monotonic()
+        out = cli("up", "--runtime-dir", str(tmp_path), "--port", str(port), status=EXIT_CONFIG)
+    assert f"gateway.port: 127.0.0.1:{port}" in out
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-m", "x=/nowhere/at/all"], "/nowhere/at/all"),
+        (["--replicas", "64"], "64 replica(s) need 1 CPU"),
+        (["--device", "cuda"], "GPU"),
+    ],
+)
+def test_a_wrong_start_ends_with_the_reason(arguments: list[str], said: str) -> None:
+    with running_mesh(*arguments, wait=False) as mesh:
+        assert mesh.process.wait(60) != 0
+        mesh.wait_until(lambda: "error:" in mesh.output, 5, "an error")
+        assert said in mesh.output
+        assert "Traceback" not in mesh.output
+
+
+def test_help_has_examples() -> None:
+    assert "make" not in cli("--help")
+    for command in ("up", "encoder", "gateway", "embed", "rerank", "config"):
+        assert "Example" in cli(command, "--help")
