@@ -20,11 +20,13 @@ SPECS = (ModelSpec("hash", "hash"), ModelSpec("other", "hash"))
 
 
 class GatedEngine(fake.HashEngine):
-    """Forwards only while `gate` is set."""
+    """Forwards only while `gate` is set; `entered` says that a batch has begun."""
 
     gate = threading.Event()
+    entered = threading.Event()
 
     def forward(self, batch):
+        self.entered.set()
         assert self.gate.wait(10)
         return super().forward(batch)
 
@@ -42,6 +44,7 @@ async def pool() -> AsyncIterator[InProcessPool]:
 @pytest.fixture
 async def gated() -> AsyncIterator[InProcessPool]:
     GatedEngine.gate.clear()
+    GatedEngine.entered.clear()
     pool = await InProcessPool.start(PoolConfig(engine_factory=f"{__name__}:GatedEngine"), SPECS)
     yield pool
     GatedEngine.gate.set()
@@ -140,8 +143,7 @@ async def test_drain_refuses_new_and_finishes_old(gated: InProcessPool):
 
 async def test_close_drops_what_is_queued(gated: InProcessPool):
     tasks = [asyncio.create_task(gated.submit(fake.batch_of([[i]]))) for i in range(3)]
-    for _ in range(5):
-        await asyncio.sleep(0)
+    assert await asyncio.to_thread(GatedEngine.entered.wait, 10)
     closing = asyncio.create_task(gated.close())
     await asyncio.sleep(0)
     GatedEngine.gate.set()
