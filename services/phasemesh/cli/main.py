@@ -17,7 +17,7 @@ from phasemesh.cli.options import (
     settings_from,
 )
 from phasemesh.cli.supervisor import EXIT_CONFIG, MeshFailed
-from phasemesh.config.settings import Settings, SettingsError, describe
+from phasemesh.config.settings import Settings, SettingsError, describe, summarize
 from phasemesh.errors import PhasemeshError
 
 app = typer.Typer(
@@ -94,7 +94,7 @@ def up(
             )
         encoder = settings.encoder.model_copy(update={"models": (demo,)})
         settings = settings.model_copy(update={"encoder": encoder})
-    run_up(settings, console)
+    run_up(_printed(settings), console)
 
 
 @app.command()
@@ -125,7 +125,8 @@ def encoder(
         encoder__admin_port=admin_port,
         encoder__ray=False if no_ray else None,
     )
-    run_encoder(_printed(settings, exit_with_parent), exit_with_parent=exit_with_parent)
+    # `up` has printed the settings of its roles.
+    run_encoder(settings if exit_with_parent else _printed(settings), exit_with_parent=exit_with_parent)
 
 
 @app.command()
@@ -159,7 +160,7 @@ def gateway(
         gateway__port=port,
         gateway__admin_port=admin_port,
     )
-    run_gateway(_printed(settings, exit_with_parent), exit_with_parent=exit_with_parent)
+    run_gateway(settings if exit_with_parent else _printed(settings), exit_with_parent=exit_with_parent)
 
 
 @app.command(name="config")
@@ -177,10 +178,9 @@ def config_(
     typer.echo(describe(settings_from(config, assignments, runtime_dir=runtime_dir)))
 
 
-def _printed(settings: Settings, quiet: bool) -> Settings:
-    """The settings, after they were printed once; not for the roles of `up`, which has printed them."""
-    if not quiet:
-        console.print(describe(settings), style="dim", markup=False)
+def _printed(settings: Settings) -> Settings:
+    """The settings, after they were printed without their secrets."""
+    console.print(summarize(settings), style="dim", markup=False, soft_wrap=True)
     return settings
 
 

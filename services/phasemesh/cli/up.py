@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from phasemesh.cli.banner import announce
+from phasemesh.cli.foreground import terminal_to_ourselves
 from phasemesh.cli.report import read_report, report_path
 from phasemesh.cli.supervisor import PrefixedOutput, RoleProcess, supervise
 from phasemesh.config.settings import ENV_PREFIX, ServerSettings, Settings, SettingsError, dump
@@ -73,7 +74,8 @@ def run_up(settings: Settings, console: Console) -> None:
         file.touch(mode=0o600)
         file.write_text(dump(_for_this_terminal(settings)))
         try:
-            asyncio.run(_run(settings, file, console))
+            with terminal_to_ourselves():
+                asyncio.run(_run(settings, file, console))
         finally:
             file.unlink(missing_ok=True)
 

@@ -6,6 +6,7 @@ defaults below. Unknown keys are refused wherever they stand, because a misspelt
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -327,6 +328,15 @@ def dump(settings: Settings) -> str:
                 return value
 
     return yaml.safe_dump(reveal(settings), sort_keys=False)
+
+
+def summarize(settings: Settings) -> str:
+    """The settings in force, a line per section, for the start of a process; secrets are asterisks."""
+    lines = []
+    for name, value in settings.model_dump(mode="json").items():
+        text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
+        lines.append(f"{name}: {text.splitlines()[0]}")
+    return "\n".join(lines)
 
 
 def describe(settings: Settings) -> str:

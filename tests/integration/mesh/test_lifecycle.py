@@ -176,6 +176,32 @@ def test_ctrl_c_drains_and_leaves_nothing() -> None:
         assert "stopped" in mesh.output
 
 
+def test_ctrl_c_under_a_launcher_exits_0(tmp_path: Path) -> None:
+    """As under `make run`: the launcher shares the terminal, and outlives Ctrl-C to report our status."""
+    ports = " ".join(f"--set {role}.{name}=0" for role in ("gateway", "encoder") for name in ("port", "admin_port"))
+    # Ray's sockets need a short path, which pytest's folders don't have; without Ray it doesn't matter.
+    up = shlex.join([*CLI, "up", "--no-ray", "--runtime-dir", str(tmp_path)]) + f" {ports}"
+    launcher = f"sh -c {shlex.quote(up + '; echo the status is $?')}"
+    process = subprocess.Popen(
+        ["script", "-qefc", launcher, "/dev/null"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if "Ctrl-C drains and stops" in line:
+            process.stdin.write("\x03")
+            process.stdin.flush()
+        if "the status is" in line:
+            break
+    process.stdin.close()
+    process.stdout.close()
+    process.wait(20)
+    assert "the status is 0" in seen[-1], "".join(seen)
+    assert any("draining" in line for line in seen)
+
+
 def test_a_killed_supervisor_takes_its_roles_along() -> None:
     with running_mesh("--no-ray") as mesh:
         pids = descendants(mesh.process.pid)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from phasemesh.config.settings import Settings, SettingsError, describe, dump, load_settings
+from phasemesh.config.settings import Settings, SettingsError, describe, dump, load_settings, summarize
 
 
 def test_flags_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,9 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
 def test_secrets_are_not_described_but_survive_a_dump(tmp_path: Path) -> None:
     keys = [{"name": "mesh", "key": "hush-hush-hush", "role": "mesh"}]
     settings = load_settings(None, {"access.keys": keys, "encoder.port": 0, "runtime_dir": str(tmp_path)})
-    assert "hush-hush-hush" not in describe(settings) + repr(settings)
+    assert "hush-hush-hush" not in describe(settings) + summarize(settings) + repr(settings)
+    assert len(summarize(settings).splitlines()) == len(Settings.model_fields)
+    assert yaml.safe_load(summarize(settings)) == yaml.safe_load(describe(settings))
     assert yaml.safe_load(describe(settings))["encoder"]["port"] == 0
     file = tmp_path / "dump.yaml"
     file.write_text(dump(settings))
