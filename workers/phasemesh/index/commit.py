@@ -1,0 +1,202 @@
+"""Commits to one dataset: whole or absent, and acknowledged only when they are as durable as was asked for.
+
+Commits go through Lance's own `execute`. Its uncommitted form would lose the list of inserted ids when the
+transaction passes through Python, and with it the check that keeps concurrent inserts of one id from both
+succeeding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import lance
+
+from phasemesh.index.durability import Durability, Sync, sync_all
+from phasemesh.index.errors import WriteConflict
+from phasemesh.index.filters import ids_sql
+from phasemesh.index.history import History
+from phasemesh.index.reading import referenced_files
+from phasemesh.index.schema import ID, documents_to_table
+from phasemesh.index.spec import CollectionSpec, StoredDocument, Version
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How a store writes and reads.
+
+    Args:
+        durability: What an acknowledged write survives.
+        refresh_ms: Age up to which a read without a version may use what this process last saw; its own
+            commits are seen at once.
+        target_tokens: Token vectors at which a batch is cut into another fragment.
+        limit_tokens: Most token vectors of one fragment, hence of one document.
+        conflict_retries: Attempts after another process's commit got in between.
+        conflict_timeout_s: Seconds after which those attempts end.
+    """
+
+    durability: Durability = Durability.DISK
+    refresh_ms: float = 1000.0
+    target_tokens: int = 2_000_000
+    limit_tokens: int = 4_000_000
+    conflict_retries: int = 50
+    conflict_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.target_tokens <= self.limit_tokens:
+            raise ValueError(f"target_tokens {self.target_tokens} isn't between 1 and {self.limit_tokens}")
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One caller's batch on its way into a commit."""
+
+    documents: Sequence[StoredDocument]
+    tokens: int
+    version: Version | None = None
+    error: BaseException | None = None
+
+
+class Committer:
+    """The one writer of a dataset in this process; other processes may commit in between.
+
+    Args:
+        path: The dataset's folder.
+        spec: The collection's specification.
+        history: Learns of every commit once it is durable.
+        options: How to write.
+        sync: Forces a file or folder to the medium.
+    """
+
+    def __init__(
+        self, path: Path, spec: CollectionSpec, history: History, options: StoreOptions, sync: Sync
+    ) -> None:
+        self._path = path
+        self._spec = spec
+        self._history = history
+        self._options = options
+        self._sync = sync
+        self._lock = threading.Lock()
+        self._durable_files: set[Path] = set()
+        self._waiting: deque[_Turn] = deque()
+
+    @property
+    def waiting_upserts(self) -> int:
+        """Batches that wait for a commit."""
+        return len(self._waiting)
+
+    def upsert(self, documents: Sequence[StoredDocument]) -> Version:
+        """Insert or replace documents of different ids, in one commit that may hold other callers' too.
+
+        Of two callers with the same id the one that came later counts; both get the commit's version.
+
+        Raises:
+            WriteConflict: Other commits kept coming in between.
+            OSError: The medium refused.
+        """
+        turn = _Turn(documents, sum(len(document.tokens) for document in documents))
+        self._waiting.append(turn)
+        with self._lock:
+            while turn.version is None and turn.error is None:
+                self._commit_together(self._next_turns())
+        if turn.error is not None:
+            raise turn.error
+        assert turn.version is not None
+        return turn.version
+
+    def delete(self, ids: Sequence[str]) -> Version:
+        """Delete documents by id, in one commit.
+
+        Raises:
+            WriteConflict: Other commits kept coming in between.
+            OSError: The medium refused.
+        """
+        predicate = ids_sql(ids)
+
+        def delete(handle: lance.LanceDataset) -> None:
+            handle.delete(
+                predicate, conflict_retries=self._options.conflict_retries, retry_timeout=self._timeout()
+            )
+
+        with self._lock:
+            return self._commit(delete)
+
+    def make_durable(self, dataset: lance.LanceDataset) -> None:
+        """Force out all that a version refers to, if writes are to survive a power cut.
+
+        Raises:
+            OSError: The medium refused.
+        """
+        if self._options.durability is not Durability.DISK:
+            return
+        # Not only what this commit wrote: it may stand on another process's commit that isn't forced out
+        # yet, and would be lost with it. Lance itself never calls fsync.
+        files = [path for path in referenced_files(dataset) if path not in self._durable_files]
+        sync_all(files, self._sync)
+        self._sync(self._path)
+        self._durable_files.update(files)
+
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._options.conflict_timeout_s)
+
+    def _next_turns(self) -> list[_Turn]:
+        turns = [self._waiting.popleft()]
+        tokens = turns[0].tokens
+        while self._waiting and tokens + self._waiting[0].tokens <= self._options.target_tokens:
+            turns.append(self._waiting.popleft())
+            tokens += turns[-1].tokens
+        return turns
+
+    def _commit_together(self, turns: Sequence[_Turn]) -> None:
+        last = {document.id: document for turn in turns for document in turn.documents}
+
+        def merge(handle: lance.LanceDataset) -> None:
+            builder = handle.merge_insert(ID).when_matched_update_all().when_not_matched_insert_all()
+            builder.conflict_retries(self._options.conflict_retries).retry_timeout(self._timeout())
+            builder.execute(documents_to_table(self._spec, list(last.values())))
+
+        try:
+            version = self._commit(merge)
+        except BaseException as error:  # even an interrupt must not leave the others waiting
+            for turn in turns:
+                turn.error = error
+        else:
+            for turn in turns:
+                turn.version = version
+
+    def _commit(self, write: Callable[[lance.LanceDataset], None]) -> Version:
+        # A handle of its own: a commit moves its handle on, and readers hold the head's.
+        head = self._history.head()
+        handle = head.checkout_version(head.version)
+        try:
+            write(handle)
+        except (RuntimeError, OSError) as error:
+            if _is_conflict(error):
+                raise WriteConflict("other commits to the same documents kept coming first") from error
+            raise
+        self.make_durable(handle)
+        self._history.advance(handle)
+        return self._history.version_of(handle)
+
+
+def cut_by_tokens(documents: Sequence[StoredDocument], target_tokens: int) -> Iterator[list[StoredDocument]]:
+    """Cut documents, in order, into runs of at most `target_tokens` vectors; a longer one is a run alone."""
+    cut: list[StoredDocument] = []
+    tokens = 0
+    for document in documents:
+        if cut and tokens + len(document.tokens) > target_tokens:
+            yield cut
+            cut, tokens = [], 0
+        cut.append(document)
+        tokens += len(document.tokens)
+    if cut:
+        yield cut
+
+
+def _is_conflict(error: Exception) -> bool:
+    # Lance has no type of its own for retries that ran out, whether by number or by time.
+    return "too many concurrent writers" in str(error).lower()

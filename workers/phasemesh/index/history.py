@@ -1,0 +1,154 @@
+"""The versions of one dataset: opening it, knowing the newest, and holding handles to exact ones.
+
+A handle that was given out never moves: a newer version is another handle, so a reader keeps what it began
+with whatever is committed meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import lance
+import pyarrow as pa
+
+from phasemesh.index.errors import VersionGone, VersionNotReached
+from phasemesh.index.spec import Version
+
+# File format of the data, named so that a newer pylance can't change it under collections that exist.
+_STORAGE_VERSION: Final = "2.2"
+_CHECKED_OUT_VERSIONS = 16
+_METADATA_CACHE_BYTES = 64 << 20
+_INDEX_CACHE_BYTES = 16 << 20
+
+
+def create_dataset(path: Path, schema: pa.Schema) -> None:
+    """Make an empty dataset with stable row ids, unless there is one."""
+    # Another process may make it first, or the medium refuse; opening it tells which.
+    with suppress(OSError):
+        lance.write_dataset(
+            schema.empty_table(),
+            str(path),
+            schema=schema,
+            mode="create",
+            enable_stable_row_ids=True,
+            data_storage_version=_STORAGE_VERSION,
+        )
+
+
+def open_dataset(path: Path) -> lance.LanceDataset:
+    """Open a dataset at its newest version.
+
+    Raises:
+        ValueError, OSError: There is none, or it can't be read.
+    """
+    return lance.dataset(
+        str(path),
+        metadata_cache_size_bytes=_METADATA_CACHE_BYTES,
+        index_cache_size_bytes=_INDEX_CACHE_BYTES,
+    )
+
+
+class History:
+    """Handles to the versions of one incarnation's dataset. Safe for several threads.
+
+    Args:
+        dataset: The dataset at a version that is committed.
+        incarnation: Whose versions these are.
+        refresh_ms: Age up to which the newest version known is taken for the newest there is.
+        monotonic_s: Clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        dataset: lance.LanceDataset,
+        incarnation: str,
+        refresh_ms: float,
+        monotonic_s: Callable[[], float],
+    ) -> None:
+        self._incarnation = incarnation
+        self._refresh_ms = refresh_ms
+        self._monotonic_s = monotonic_s
+        self._lock = threading.Lock()
+        self._checked_out: OrderedDict[int, lance.LanceDataset] = OrderedDict()
+        self._head = dataset
+        self._seen_s = monotonic_s()
+
+    def version_of(self, dataset: lance.LanceDataset) -> Version:
+        """The version that a handle is at."""
+        return Version(self._incarnation, dataset.version)
+
+    def head(self, *, refresh: bool = False) -> lance.LanceDataset:
+        """The newest version known, looked up anew if asked for or if what is known is too old."""
+        with self._lock:
+            head = self._head
+            if not refresh and (self._monotonic_s() - self._seen_s) * 1000.0 < self._refresh_ms:
+                return head
+        # Taken before looking: what is committed while we look may not be seen.
+        looked_s = self._monotonic_s()
+        number = head.latest_version
+        newest = head.checkout_version(number) if number != head.version else head
+        self.advance(newest)
+        with self._lock:
+            self._seen_s = max(self._seen_s, looked_s)
+            return self._head
+
+    def advance(self, dataset: lance.LanceDataset) -> None:
+        """Learn of a committed version; an older one than the head changes nothing."""
+        with self._lock:
+            if dataset.version > self._head.version:
+                self._head = dataset
+
+    def at(self, version: Version) -> lance.LanceDataset:
+        """A handle at exactly this version.
+
+        Raises:
+            VersionGone: It is of another incarnation, was never made, or is cleaned up.
+        """
+        self._check_incarnation(version)
+        number = version.number
+        with self._lock:
+            head = self._head
+            known = head if head.version == number else self._checked_out.get(number)
+            if known is not None:
+                if known is not head:
+                    self._checked_out.move_to_end(number)
+                return known
+        if number < 1 or (number > head.version and number > self.head(refresh=True).version):
+            raise VersionGone(f"version: {number} was never made")
+        try:
+            dataset = head.checkout_version(number)
+        except (ValueError, OSError) as error:
+            raise VersionGone(f"version: {number} is no longer kept") from error
+        with self._lock:
+            self._checked_out[number] = dataset
+            while len(self._checked_out) > _CHECKED_OUT_VERSIONS:
+                self._checked_out.popitem(last=False)
+        return dataset
+
+    def at_least(self, version: Version) -> lance.LanceDataset:
+        """A handle at this version or a newer one.
+
+        Raises:
+            VersionGone: It is of another incarnation.
+            VersionNotReached: No process has committed it yet.
+        """
+        self._check_incarnation(version)
+        head = self.head()
+        if head.version < version.number:
+            head = self.head(refresh=True)
+        if head.version < version.number:
+            raise VersionNotReached(
+                f"min_version: the collection is at version {head.version}, not {version.number} yet"
+            )
+        return head
+
+    def _check_incarnation(self, version: Version) -> None:
+        if version.incarnation != self._incarnation:
+            raise VersionGone(
+                f"version: {version.incarnation[:64]!r} isn't this collection's incarnation; it was made anew"
+            )

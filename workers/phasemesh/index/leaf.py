@@ -1,0 +1,263 @@
+"""Search and scoring within the segments of one scorer.
+
+A leaf search is exact: scores equal float64 MaxSim over the stored float16 vectors, order is by score and
+then by id, and what is returned doesn't depend on how documents are spread over segments or scorers. The
+float32 kernel only decides which documents can be among the best k; its proven error bound decides how many
+of those are scored again, exactly. At most k documents come back, and fewer only where fewer match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phasemesh.index.kernel import maxsim
+from phasemesh.index.rescore import best_tokens, error_bound, exact_maxsim, scale_query
+from phasemesh.index.segments import Segment
+from phasemesh.index.spec import Reduction
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LeafSource:
+    """One fragment of the version that is searched.
+
+    Args:
+        fragment_id: Its number in the dataset.
+        segment: Its vectors.
+        visible: Rows that may be seen, bool [rows], from `overlay.visible_rows`; None for all.
+    """
+
+    fragment_id: int
+    segment: Segment
+    visible: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeafHit:
+    """A document found.
+
+    Args:
+        id: The document's id.
+        score: Exact MaxSim; a float64, because rounding it would make ties that aren't.
+        fragment_id: Fragment that holds it.
+        row: Its physical row there.
+    """
+
+    id: str
+    score: float
+    fragment_id: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeafResult:
+    """The best documents of some fragments, and the work that took.
+
+    Args:
+        hits: Best first; equal scores by id.
+        documents: Documents scored; those without token vectors don't count.
+        tokens: Their token vectors.
+        rescored: Documents that were scored again, exactly.
+    """
+
+    hits: tuple[LeafHit, ...]
+    documents: int
+    tokens: int
+    rescored: int
+
+
+class RowState(StrEnum):
+    """Whether a row has a score."""
+
+    OK = "ok"
+    EMPTY = "empty"
+    DELETED = "deleted"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowScore:
+    """Score of a given row.
+
+    Args:
+        fragment_id: Fragment that holds it.
+        row: Its physical row.
+        id: The document's id.
+        state: Whether it has a score; `DELETED` also stands for a row that a filter hides.
+        score: Exact MaxSim; None unless the state is OK.
+        best_tokens: For each query token the row of the document's best vector, int64 [q]; if asked for.
+        best_similarities: For each query token that vector's similarity, float64 [q]; if asked for.
+    """
+
+    fragment_id: int
+    row: int
+    id: str
+    state: RowState
+    score: float | None = None
+    best_tokens: npt.NDArray[np.int64] | None = None
+    best_similarities: npt.NDArray[np.float64] | None = None
+
+
+def leaf_search(
+    sources: Sequence[LeafSource],
+    query: npt.NDArray[np.float32],
+    k: int,
+    reduction: Reduction,
+    *,
+    checkpoint: Callable[[], None] | None = None,
+) -> LeafResult:
+    """Finds the best documents of some fragments by scanning them all.
+
+    Args:
+        sources: Fragments, each once.
+        query: Query token vectors, float32 [q, d], q ≥ 1, finite.
+        k: Documents wanted, at least 1.
+        reduction: How the query tokens' best similarities are combined.
+        checkpoint: Called between blocks of work; what it raises ends the search.
+
+    Raises:
+        ValueError: `k` or the query can't be searched with.
+    """
+    if k < 1:
+        raise ValueError(f"k: is {k}, expected at least 1")
+    if query.size == 0:
+        raise ValueError(
+            f"query: has shape {query.shape}, expected [query tokens, dimension], both at least 1"
+        )
+    scaled = scale_query(query)
+    best = _Contenders(k)
+    documents = tokens = 0
+    for position, source in enumerate(sources):
+        segment = source.segment
+        scores = maxsim(
+            scaled,
+            segment.tokens,
+            segment.range_offsets,
+            mask=source.visible,
+            range_to_row=segment.range_to_row,
+            rows=segment.rows,
+            checkpoint=checkpoint,
+        )
+        scored = np.flatnonzero(scores > -np.inf)
+        documents += len(scored)
+        tokens += int(segment.row_lengths[scored].sum())
+        scores = scores[scored]
+        best.add(position, scored, scores, error_bound(scaled, segment.norms[scored], scores))
+
+    hits: list[LeafHit] = []
+    mean = reduction is Reduction.MEAN
+    for position, rows in best.by_source():
+        source = sources[position]
+        exact = _score_rows(source.segment, query, rows, mean, checkpoint)
+        hits += [
+            LeafHit(source.segment.row_id(row), score, source.fragment_id, row)
+            for row, score in zip(rows.tolist(), exact.tolist(), strict=True)
+        ]
+    rescored = len(hits)
+    hits.sort(key=lambda hit: (-hit.score, hit.id))
+    return LeafResult(tuple(hits[:k]), documents, tokens, rescored)
+
+
+def leaf_score(
+    source: LeafSource,
+    rows: npt.NDArray[np.integer[Any]],
+    query: npt.NDArray[np.float32],
+    reduction: Reduction,
+    *,
+    align: bool = False,
+    checkpoint: Callable[[], None] | None = None,
+) -> list[RowScore]:
+    """Scores given rows of a fragment, exactly; none is dropped, whatever its state.
+
+    Args:
+        source: The fragment.
+        rows: Physical rows, int64 [m], in any order, repeats allowed.
+        query: Query token vectors, float32 [q, d], q ≥ 1, finite.
+        reduction: How the query tokens' best similarities are combined.
+        align: Also return each query token's best document vector. Positions count over all chunks.
+        checkpoint: Called between blocks of work; what it raises ends the scoring.
+
+    Returns:
+        In the order of `rows`.
+
+    Raises:
+        ValueError: A row doesn't exist, or the query can't be scored with.
+    """
+    segment = source.segment
+    wanted = np.asarray(rows, np.int64)
+    if len(wanted) and (wanted.min() < 0 or wanted.max() >= segment.rows):
+        raise ValueError(
+            f"rows: {wanted.min()} to {wanted.max()} asked for, but fragment {source.fragment_id} has "
+            f"{segment.rows} rows"
+        )
+    exact = _score_rows(segment, query, wanted, reduction is Reduction.MEAN, checkpoint)
+    results = []
+    for row, score in zip(wanted.tolist(), exact.tolist(), strict=True):
+        name = segment.row_id(row)
+        if source.visible is not None and not source.visible[row]:
+            results.append(RowScore(source.fragment_id, row, name, RowState.DELETED))
+        elif score == -np.inf:
+            results.append(RowScore(source.fragment_id, row, name, RowState.EMPTY))
+        elif align:
+            matched, similarities = best_tokens(query, segment.row_tokens(row))
+            results.append(RowScore(source.fragment_id, row, name, RowState.OK, score, matched, similarities))
+        else:
+            results.append(RowScore(source.fragment_id, row, name, RowState.OK, score))
+    return results
+
+
+def _score_rows(
+    segment: Segment,
+    query: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.int64],
+    mean: bool,
+    checkpoint: Callable[[], None] | None,
+) -> npt.NDArray[np.float64]:
+    """Exact scores of rows, each that of its best range; -inf for rows without tokens."""
+    begins, counts = segment.row_ranges[rows], segment.row_ranges[rows + 1] - segment.row_ranges[rows]
+    first = np.cumsum(counts) - counts
+    ranges = np.repeat(begins - first, counts) + np.arange(counts.sum())
+    scores = exact_maxsim(
+        query, segment.tokens, segment.range_offsets, ranges=ranges, mean=mean, checkpoint=checkpoint
+    )
+    # Every row owns at least one range, so no segment of the reduction is empty.
+    return np.maximum.reduceat(scores, first) if len(rows) else scores
+
+
+class _Contenders:
+    """Rows that may be among the best k, kept few while segments are scanned.
+
+    A row stays while its upper bound reaches the k-th largest lower bound seen so far, so none that belongs
+    to the best k, or ties with its last, ever leaves.
+    """
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._source = np.zeros(0, np.int64)
+        self._row = np.zeros(0, np.int64)
+        self._lower = np.zeros(0, np.float64)
+        self._upper = np.zeros(0, np.float64)
+
+    def add(
+        self,
+        source: int,
+        rows: npt.NDArray[np.int64],
+        scores: npt.NDArray[np.float32],
+        errors: npt.NDArray[np.float64],
+    ) -> None:
+        self._source = np.concatenate([self._source, np.full(len(rows), source)])
+        self._row = np.concatenate([self._row, rows])
+        self._lower = np.concatenate([self._lower, scores - errors])
+        self._upper = np.concatenate([self._upper, scores + errors])
+        surplus = len(self._lower) - self._k
+        if surplus > 0:
+            kept = self._upper >= np.partition(self._lower, surplus)[surplus]
+            self._source, self._row = self._source[kept], self._row[kept]
+            self._lower, self._upper = self._lower[kept], self._upper[kept]
+
+    def by_source(self) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        return [(int(source), self._row[self._source == source]) for source in np.unique(self._source)]
