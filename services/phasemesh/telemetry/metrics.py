@@ -21,6 +21,8 @@ RATIO_BUCKETS = tuple(step / 20 for step in range(1, 21))
 
 #: Reasons for which admission refuses work; the label's whole vocabulary.
 REJECT_REASONS = ("QUEUE_FULL", "WAIT_TOO_LONG", "DRAINING")
+#: Where a segment was found: in memory, or in the cache folder.
+CACHE_TIERS = ("memory", "disk")
 REPLICA_STATES = ("starting", "ready", "restarting", "failed", "draining")
 
 
@@ -88,6 +90,47 @@ class Metrics:
         )
         self.replicas = Gauge("phasemesh_replicas", "Replicas by state.", ["state"], registry=r)
         self.replica_restarts = Gauge("phasemesh_replica_restarts", "Restarts of all replicas.", registry=r)
+        self.queued_scan_work = Gauge(
+            "phasemesh_scorer_queued_scan_work",
+            "Scan work that waits: tokens times query tokens over 32, rounded up.",
+            registry=r,
+        )
+        self.running_searches = Gauge(
+            "phasemesh_scorer_running_searches", "Requests on scoring threads.", registry=r
+        )
+        self.scanned_tokens = Counter("phasemesh_scanned_tokens", "Token vectors scored.", registry=r)
+        self.scanned_documents = Counter("phasemesh_scanned_documents", "Documents scored.", registry=r)
+        self.segment_resident_bytes = Gauge(
+            "phasemesh_segment_resident_bytes", "Bytes of segments in memory.", registry=r
+        )
+        self.segment_capacity_bytes = Gauge(
+            "phasemesh_segment_capacity_bytes", "Most bytes of segments kept in memory.", registry=r
+        )
+        self.segment_cached_bytes = Gauge(
+            "phasemesh_segment_cached_bytes", "Bytes of segments in the disk cache.", registry=r
+        )
+        self.resident_segments = Gauge("phasemesh_resident_segments", "Segments in memory.", registry=r)
+        self.segment_derivations = Counter(
+            "phasemesh_segment_derivations", "Segments built from the store.", registry=r
+        )
+        self.segment_cache_hits = Counter(
+            "phasemesh_segment_cache_hits", "Segments found ready.", ["tier"], registry=r
+        )
+        self.segment_evictions = Counter(
+            "phasemesh_segment_evictions", "Segments that gave way to others.", registry=r
+        )
+        self.segment_cold = Counter(
+            "phasemesh_segment_cold", "Segments read that found no room in memory.", registry=r
+        )
+        self.segment_damaged = Counter(
+            "phasemesh_segment_damaged", "Segment files that failed their checksum.", registry=r
+        )
+        self.segment_write_failures = Counter(
+            "phasemesh_segment_write_failures", "Segments that the cache folder didn't take.", registry=r
+        )
+        self.failed_fragments = Counter(
+            "phasemesh_failed_fragments", "Fragments that a search couldn't read.", ["reason"], registry=r
+        )
 
     def start_at_zero(self, phases: Iterable[str], models: Iterable[str] = ()) -> None:
         """Create the series of `phases` and `models`, so that a scrape before the first request has them."""
@@ -95,6 +138,8 @@ class Metrics:
             self.rejected.labels(reason)
         for state in REPLICA_STATES:
             self.replicas.labels(state)
+        for tier in CACHE_TIERS:
+            self.segment_cache_hits.labels(tier)
         for model in models:
             for phase in phases:
                 self.phase_duration.labels(phase, model)

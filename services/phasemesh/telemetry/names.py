@@ -14,6 +14,15 @@ PHASE_POOL = "encode.pool"
 PHASE_VALIDATE = "gateway.validate"
 PHASE_RPC = "gateway.rpc"
 PHASE_RENDER = "gateway.render"
+PHASE_PLAN = "search.plan"
+PHASE_MERGE = "search.merge"
+PHASE_COMMIT = "retrieval.commit"
+PHASE_LOAD = "score.load"
+PHASE_SCORE_QUEUE = "score.queue"
+PHASE_CANDIDATES = "score.candidates"
+PHASE_MAXSIM = "score.maxsim"
+SEARCH_PHASES = (PHASE_PLAN, PHASE_MERGE)
+SCORE_PHASES = (PHASE_LOAD, PHASE_SCORE_QUEUE, PHASE_MAXSIM)
 ENCODE_PHASES = (PHASE_TOKENIZE, PHASE_QUEUE, PHASE_FORWARD, PHASE_POOL)
 GATEWAY_PHASES = (PHASE_VALIDATE, PHASE_RPC, PHASE_RENDER)
 
@@ -38,6 +47,8 @@ DIALECT = "phasemesh.dialect"
 MODEL = "phasemesh.model"
 ITEMS = "phasemesh.items"
 TOKENS = "phasemesh.tokens"
+FRAGMENTS = "phasemesh.fragments"
+DOCUMENTS = "phasemesh.documents"
 PROCESS_PID = "process.pid"
 REQUEST_ID = "phasemesh.request_id"
 

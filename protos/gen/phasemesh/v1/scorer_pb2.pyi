@@ -153,7 +153,7 @@ class LeafHit(_message.Message):
     id: _builtins.str
     """The document's id."""
     score: _builtins.float
-    """Its score."""
+    """Its score, unrounded: scorers' hits are merged by it, and rounding would make ties that aren't."""
     fragment_id: _builtins.int
     """Fragment that holds it."""
     row: _builtins.int
@@ -341,7 +341,7 @@ class LeafScore(_message.Message):
     id: _builtins.str
     """The document's id."""
     score: _builtins.float
-    """Its score; absent for a document without token vectors."""
+    """Its score, unrounded; absent for a document without token vectors."""
     @_builtins.property
     def best_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """For each query token the best row of the document's matrix, if asked for."""

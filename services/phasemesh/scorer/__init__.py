@@ -1,0 +1,1 @@
+"""The scorer service: MaxSim over stored token embeddings."""
