@@ -16,6 +16,7 @@ VIOLATIONS = {
     "base": ("services/phasemesh/telemetry/names.py", "import phasemesh.rpc.codec"),
     "services-free-of-compute": ("services/phasemesh/encoder/admission.py", "import torch"),
     "gateway-free-of-workers": ("services/phasemesh/gateway/app.py", "import phasemesh.recipe.model"),
+    "search-free-of-encoding": ("workers/phasemesh/index/spec.py", "import phasemesh.recipe.model"),
     "workers-free-of-transport": ("workers/phasemesh/pool/protocol.py", "import grpc"),
     "torch-only-in-engine": ("workers/phasemesh/pool/protocol.py", "import torch"),
     "ray-only-in-pool": ("workers/phasemesh/engine/engine.py", "import ray"),
@@ -87,6 +88,9 @@ def test_a_planted_violation_breaks_it(tree: Path, contract_id: str) -> None:
     [
         ("phasemesh.gateway.serve", {"torch", "ray", "transformers", "tokenizers", "safetensors"}),
         ("phasemesh.encoder.service", {"torch", "ray", "transformers"}),
+        ("phasemesh.scorer.service", {"torch", "ray", "transformers", "tokenizers", "fastapi"}),
+        ("phasemesh.retrieval.service", {"torch", "ray", "transformers", "tokenizers", "fastapi"}),
+        ("phasemesh.index.store", {"torch", "ray", "transformers", "grpc"}),
         ("phasemesh.recipe.load", {"torch", "ray", "transformers", "grpc"}),
         ("phasemesh.cli.main", {"torch", "ray", "transformers", "fastapi"}),
     ],

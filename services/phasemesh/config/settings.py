@@ -39,6 +39,11 @@ def _default_runtime_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"phasemesh-{os.getuid()}"
 
 
+def _default_data_dir() -> Path:
+    home = os.environ.get("XDG_DATA_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "share") / "phasemesh"
+
+
 class LogSettings(_Section):
     """Logs."""
 
@@ -139,6 +144,9 @@ class GatewaySettings(ServerSettings):
     directory_refresh_s: float = Field(
         2.0, gt=0, description="Interval at which encoders' models are polled, seconds."
     )
+    retrieval: str | None = Field(
+        "127.0.0.1:50061", description="gRPC target of the retrieval service; null serves no collections."
+    )
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="Largest request body.")
     max_inputs: int = Field(2048, ge=1, description="Most inputs in one request.")
     request_timeout_s: float = Field(60.0, gt=0, description="Longest time for one request, seconds.")
@@ -208,6 +216,53 @@ class EncoderSettings(ServerSettings):
         return self
 
 
+class RetrievalSettings(ServerSettings):
+    """Collections, search planning and merging."""
+
+    port: int = Field(50061, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    admin_port: int = Field(50062, ge=0, le=65535, description="Port of /livez, /readyz and /metrics.")
+    encoders: tuple[str, ...] = Field(
+        ("127.0.0.1:50051",), description="gRPC targets of encoder services, for texts; may be empty."
+    )
+    scorers: tuple[str, ...] = Field(
+        ("127.0.0.1:50071",),
+        min_length=1,
+        description="gRPC targets of scorers; each one's name is its target.",
+    )
+    scorer_replicas: int = Field(1, ge=1, description="Scorers that each fragment is placed on.")
+    durability: Literal["process", "disk"] = Field(
+        "disk", description="`disk`: a commit is acknowledged after its files are synced."
+    )
+    refresh_ms: int = Field(500, ge=0, description="Age up to which other processes' commits may be unseen.")
+    fragment_tokens: int = Field(2_000_000, ge=1, description="Tokens at which a fragment is cut.")
+    delete_grace_s: float = Field(
+        3600.0, ge=0, description="Age at which a deleted collection's data goes, seconds."
+    )
+    max_documents: int = Field(1000, ge=1, description="Most documents in one request.")
+    max_k: int = Field(1000, ge=1, description="Most hits of one search.")
+    encode_batch: int = Field(64, ge=1, description="Texts per call to an encoder.")
+    directory_refresh_s: float = Field(
+        2.0, gt=0, description="Interval at which encoders' models are polled, seconds."
+    )
+
+
+class ScorerSettings(ServerSettings):
+    """A late-interaction worker."""
+
+    port: int = Field(50071, ge=0, le=65535, description="gRPC port; 0 takes a free one.")
+    admin_port: int = Field(50072, ge=0, le=65535, description="Port of /livez, /readyz and /metrics.")
+    cache_dir: Path | None = Field(
+        None, description="Segments on disk, for this scorer alone; default: in data_dir."
+    )
+    capacity_bytes: int = Field(4 * 2**30, ge=2**20, description="Most bytes of segments kept resident.")
+    threads: int | None = Field(None, ge=1, description="Scoring threads; default: the machine's CPUs.")
+    max_queued_scan_work: int = Field(
+        2_000_000_000,
+        ge=1,
+        description="Tokens x ceil(query tokens / 32) that may wait before searches are refused.",
+    )
+
+
 class _CheckedEnv(EnvSettingsSource):
     """The environment, with misspelt top-level names refused as nested ones are."""
 
@@ -232,12 +287,15 @@ class Settings(BaseSettings):
         default_factory=_default_runtime_dir,
         description="Sockets, tokens and locks of this start; keep it short.",
     )
+    data_dir: Path = Field(default_factory=_default_data_dir, description="Root of all collections.")
     log: LogSettings = LogSettings()
     tracing: TracingConfig = TracingConfig()
     rpc: RpcSettings = RpcSettings()
     access: AccessSettings = AccessSettings()
     gateway: GatewaySettings = GatewaySettings()
     encoder: EncoderSettings = EncoderSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    scorer: ScorerSettings = ScorerSettings()
 
     @classmethod
     def settings_customise_sources(

@@ -1,0 +1,1 @@
+"""The retrieval service: collections, ingest, search planning and merging."""

@@ -1,0 +1,280 @@
+"""A planned search carried out: one LeafSearch per scorer, its fragments handed on when it fails.
+
+Invariant: coverage is counted fragment by fragment, from what scorers say they searched. An answer that lacks
+one is an error unless the caller accepts partial answers, and then the reply says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phasemesh.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidArgument,
+    PermissionDenied,
+    PhasemeshError,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    from_code,
+)
+from phasemesh.retrieval.plan import PlannedFragment
+from phasemesh.retrieval.work import Request
+from phasemesh.rpc.client import RpcClient
+from phasemesh.v1 import retrieval_pb2, scorer_pb2
+from phasemesh.v1.common_pb2 import Tensor
+from phasemesh.v1.scorer_pb2_grpc import ScorerServiceStub
+
+#: How long a scorer that failed is asked last, seconds.
+SUSPECT_S = 2.0
+#: Share of the time left that one attempt may take while there are scorers to hand on to, and otherwise: some
+#: is kept back for the merge, or for a partial answer.
+_ATTEMPT_SHARE = 0.5
+_LAST_SHARE = 0.95
+#: A scorer that takes longer than this and misses its deadline counts as failed, seconds.
+_HUNG_S = 1.0
+_RETRY_AFTER_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafQuery:
+    """What every scorer is asked alike.
+
+    Attributes:
+        index: collection and version.
+        query: token vectors.
+        k: documents wanted.
+        candidates: tier.
+    """
+
+    index: scorer_pb2.IndexRef
+    query: Tensor
+    k: int
+    candidates: retrieval_pb2.CandidateSource.ValueType
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What the scorers found.
+
+    Attributes:
+        hits: of each leaf, best first.
+        searched: fragments that were.
+        lost: fragments that weren't, with the last reason.
+        documents: scored.
+        tokens: touched.
+        exact: every leaf was exact.
+    """
+
+    hits: list[Sequence[scorer_pb2.LeafHit]] = field(default_factory=list)
+    searched: set[int] = field(default_factory=set)
+    lost: dict[int, PhasemeshError] = field(default_factory=dict)
+    documents: int = 0
+    tokens: int = 0
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    reply: scorer_pb2.LeafSearchResponse
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(slots=True)
+class _Way:
+    """One fragment's way through its scorers."""
+
+    fragment: PlannedFragment
+    left: list[str]
+    tried: int = 0
+
+
+class FanOut:
+    """Asks scorers; remembers which of them failed lately and how many calls each has in flight.
+
+    Args:
+        client: for the calls.
+        now_s: monotonic seconds.
+    """
+
+    def __init__(self, client: RpcClient, *, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._client = client
+        self._now_s = now_s
+        self._suspect_until_s: dict[str, float] = {}
+        self._in_flight: Counter[str] = Counter()
+
+    async def search(self, request: Request, plan: Sequence[PlannedFragment], query: LeafQuery) -> Gathered:
+        """What all fragments of `plan` hold.
+
+        Raises:
+            PhasemeshError: the query itself is refused, or the time is up.
+        """
+        gathered = Gathered()
+        ways = {fragment.fragment_id: _Way(fragment, self._order(fragment)) for fragment in plan}
+        running: dict[asyncio.Task[_Answer | PhasemeshError], tuple[str, list[_Way]]] = {}
+        slowest: _Answer | None = None
+
+        def launch(wanted: Iterable[_Way]) -> None:
+            for scorer, theirs in _by_scorer(wanted).items():
+                task = asyncio.create_task(self._ask(request, scorer, theirs, query))
+                running[task] = scorer, theirs
+
+        try:
+            launch(ways.values())
+            while running:
+                done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                again: list[_Way] = []
+                for task in done:
+                    scorer, theirs = running.pop(task)
+                    outcome = task.result()
+                    if isinstance(outcome, PhasemeshError):
+                        faults = dict.fromkeys((way.fragment.fragment_id for way in theirs), outcome)
+                    else:
+                        faults = _take(gathered, outcome.reply, theirs, scorer)
+                        if slowest is None or outcome.end_ns > slowest.end_ns:
+                            slowest = outcome
+                    for fragment_id, fault in faults.items():
+                        way = ways[fragment_id]
+                        if _next(way, fault):
+                            again.append(way)
+                        else:
+                            gathered.lost[fragment_id] = fault
+                launch(again)
+        finally:
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running)
+        if slowest is not None:
+            # Scorers work side by side; the one that was waited for says where the time went.
+            request.note_reply(slowest.reply.timings, slowest.start_ns, slowest.end_ns)
+        assert gathered.searched | gathered.lost.keys() == ways.keys()
+        return gathered
+
+    def _order(self, fragment: PlannedFragment) -> list[str]:
+        placed, others = fragment.scorers[: fragment.replicas], fragment.scorers[fragment.replicas :]
+        # Sorting is stable: among equally busy replicas the placement's order stays.
+        ordered = [*sorted(placed, key=self._in_flight.__getitem__), *others]
+        now_s = self._now_s()
+        return sorted(ordered, key=lambda scorer: self._suspect_until_s.get(scorer, now_s) > now_s)
+
+    async def _ask(
+        self, request: Request, scorer: str, ways: Sequence[_Way], query: LeafQuery
+    ) -> _Answer | PhasemeshError:
+        message = scorer_pb2.LeafSearchRequest(
+            index=query.index,
+            fragments=[
+                scorer_pb2.FragmentSelection(
+                    fragment_id=way.fragment.fragment_id, allowed_rows=way.fragment.allowed_rows
+                )
+                for way in ways
+            ],
+            query=query.query,
+            k=query.k,
+            candidates=query.candidates,
+        )
+        left_s = request.remaining_s()
+        share = _ATTEMPT_SHARE if all(way.left for way in ways) else _LAST_SHARE
+        timeout_s = left_s * share
+        start_ns = request.clock.now_ns()
+        self._in_flight[scorer] += 1
+        try:
+            reply: scorer_pb2.LeafSearchResponse = await self._client.call(
+                scorer, ScorerServiceStub, "LeafSearch", message, timeout_s=timeout_s
+            )
+        except (Unauthenticated, PermissionDenied) as error:
+            internal = Internal()
+            _log.error(
+                "a scorer refused this service's key; set the same access.keys on both",
+                extra={"scorer": scorer, "error_id": internal.error_id, "reason": error.reason},
+            )
+            raise internal from error
+        except InvalidArgument as error:
+            if error.field == "query" or error.field.startswith("query."):
+                error.field = error.field.replace("query", "query.vectors", 1)
+            raise
+        except PhasemeshError as error:
+            if isinstance(error, Unavailable) or (
+                isinstance(error, DeadlineExceeded) and timeout_s > _HUNG_S
+            ):
+                self._suspect_until_s[scorer] = self._now_s() + SUSPECT_S
+            _log.warning("scorer failed", extra={"scorer": scorer, "reason": error.reason})
+            return error
+        finally:
+            self._in_flight[scorer] -= 1
+        self._suspect_until_s.pop(scorer, None)
+        return _Answer(reply, start_ns, request.clock.now_ns())
+
+
+def incomplete(gathered: Gathered) -> PhasemeshError:
+    """The error of a search that lost fragments and may not be partial."""
+    lost, total = len(gathered.lost), len(gathered.lost) + len(gathered.searched)
+    first = min(gathered.lost)
+    fault = gathered.lost[first]
+    words = f"{lost} of {total} fragments could not be searched; fragment {first}: {fault.message}"
+    if isinstance(fault, ResourceExhausted | DeadlineExceeded):
+        return from_code(fault.code, words, reason=fault.reason, retry_after_s=fault.retry_after_s)
+    if isinstance(fault, Internal):
+        return fault
+    if not fault.retryable:
+        return from_code(fault.code, words, reason=fault.reason, field=fault.field)
+    return Unavailable(
+        words, reason="FRAGMENTS_UNAVAILABLE", retry_after_s=fault.retry_after_s or _RETRY_AFTER_S
+    )
+
+
+def _by_scorer(ways: Iterable[_Way]) -> Mapping[str, list[_Way]]:
+    grouped: dict[str, list[_Way]] = {}
+    for way in ways:
+        grouped.setdefault(way.left.pop(0), []).append(way)
+        way.tried += 1
+    return grouped
+
+
+def _next(way: _Way, fault: PhasemeshError) -> bool:
+    """Whether another scorer may do better."""
+    if not way.left:
+        return False
+    if isinstance(fault, ResourceExhausted):
+        # Replicas have the segment too. The others would first have to load it, which spreads an overload.
+        return way.tried < way.fragment.replicas
+    return isinstance(fault, Unavailable | DeadlineExceeded | Internal)
+
+
+def _take(
+    gathered: Gathered, reply: scorer_pb2.LeafSearchResponse, ways: Sequence[_Way], scorer: str
+) -> dict[int, PhasemeshError]:
+    """Add a reply; returns the fragments that it doesn't cover, each with the reason."""
+    asked = {way.fragment.fragment_id for way in ways}
+    searched = set(reply.searched_fragments)
+    failed = {failure.fragment_id: _fault(failure) for failure in reply.failures}
+    if not (searched | failed.keys()) <= asked or not {hit.fragment_id for hit in reply.hits} <= searched:
+        internal = Internal()
+        _log.error(
+            "a scorer answered for fragments that it wasn't asked for",
+            extra={"scorer": scorer, "error_id": internal.error_id},
+        )
+        return dict.fromkeys(asked, internal)
+    gathered.hits.append(reply.hits)
+    gathered.searched |= searched
+    gathered.documents += reply.coverage.documents
+    gathered.tokens += reply.coverage.tokens
+    gathered.exact = gathered.exact and reply.coverage.exact
+    silent = Unavailable("the scorer said nothing about it", reason="FRAGMENT_NOT_ANSWERED")
+    return {fragment_id: failed.get(fragment_id, silent) for fragment_id in asked - searched}
+
+
+def _fault(failure: scorer_pb2.FragmentFailure) -> PhasemeshError:
+    error = failure.error
+    if failure.retryable:
+        return Unavailable(error.message, reason=error.reason or None)
+    return from_code(error.code, error.message, reason=error.reason or None, field=error.field)
