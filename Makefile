@@ -26,7 +26,7 @@ run: install  ## Start the mesh with a real model; Ctrl-C drains and stops
 	$(BIN)/phasemesh up $(ARGS)
 
 .PHONY: demo
-demo: install  ## Embed and rerank real passages against a running mesh
+demo: install  ## Embed, rerank, index and search real passages against a running mesh
 	$(BIN)/phasemesh demo $(ARGS)
 
 .PHONY: dev

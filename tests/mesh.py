@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,15 @@ class Mesh:
         """Target of the encoder."""
         return f"127.0.0.1:{self.report('encoder').port}"
 
+    @property
+    def retrieval(self) -> str:
+        """Target of the retrieval service."""
+        return f"127.0.0.1:{self.report('retrieval').port}"
+
+    def scorer(self, index: int) -> str:
+        """Target of a scorer."""
+        return f"127.0.0.1:{self.report(f'scorer-{index}').port}"
+
     def admin(self, role: str, path: str) -> tuple[int, str]:
         """Status and body of an admin page."""
         url = f"http://127.0.0.1:{self.report(role).admin_port}{path}"
@@ -92,22 +102,31 @@ def running_mesh(
     environment: Mapping[str, str] | None = None,
     wait: bool = True,
     start_timeout_s: float = 180.0,
+    data_dir: Path | None = None,
 ) -> Iterator[Mesh]:
-    """`phasemesh up` with free ports and a runtime folder of its own; stopped, or killed, at the end.
+    """`phasemesh up` with free ports and folders of its own; stopped, or killed, at the end.
 
     Args:
         arguments: of `phasemesh up`.
         environment: added to this process's.
         wait: return only when the mesh says that it is ready.
         start_timeout_s: longest wait for that.
+        data_dir: root of collections, e.g. of a mesh that ran before; default: a new one, gone at the end.
+            Scorers are known by their targets, so a second start finds the segments of the first where it
+            finds its ports: give `--set scorer.port=…` (see `free_scorer_ports`) to both.
     """
-    ports: Sequence[str] = [
-        f"{role}.{name}=0" for role in ("gateway", "encoder") for name in ("port", "admin_port")
-    ]
-    with tempfile.TemporaryDirectory(prefix="pm-") as folder:
-        command = [sys.executable, "-m", "phasemesh.cli.main", "up", "--runtime-dir", folder, *arguments]
+    roles = ("gateway", "encoder", "retrieval", "scorer")
+    ports: Sequence[str] = [f"{role}.{name}=0" for role in roles for name in ("port", "admin_port")]
+    with (
+        tempfile.TemporaryDirectory(prefix="pm-") as folder,
+        tempfile.TemporaryDirectory(prefix="pm-data-") as own_data,
+    ):
+        command = [sys.executable, "-m", "phasemesh.cli.main", "up", "--runtime-dir", folder]
+        command += ["--data-dir", str(data_dir or own_data)]
         for port in ports:
             command += ["--set", port]
+        # Last, so that they count where they name one of these ports.
+        command += arguments
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -144,3 +163,18 @@ def running_mesh(
             reader.join(10)
             assert process.stdout is not None
             process.stdout.close()
+
+
+def free_scorer_ports(scorers: int = 2) -> list[str]:
+    """Arguments that give scorers ports which are free now, for meshes that follow each other."""
+    for _ in range(100):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            first = probe.getsockname()[1]
+        try:
+            # A public and an admin port each, side by side.
+            for port in range(first, first + 2 * scorers):
+                socket.create_server(("127.0.0.1", port)).close()
+        except (OSError, OverflowError):
+            continue
+        return ["--set", f"scorer.port={first}", "--set", f"scorer.admin_port={first + 1}"]
+    raise AssertionError("no free ports side by side")

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,39 +17,45 @@ from rich.console import Console
 from phasemesh.cli.report import RoleReport, read_report
 from phasemesh.config.settings import Settings
 from phasemesh.rpc.client import RpcClient
+from phasemesh.v1 import common_pb2 as common
 from phasemesh.v1 import encoder_pb2 as pb
 from phasemesh.v1.encoder_pb2_grpc import EncoderServiceStub
 
 _POLL_S = 0.2
 
 
-async def announce(settings: Settings, console: Console) -> None:
-    """Wait until the gateway is ready, then print what there is and how to use it."""
+async def announce(settings: Settings, names: Sequence[str], console: Console) -> None:
+    """Wait until the mesh is ready, then print what there is and how to use it.
+
+    Args:
+        settings: of the mesh.
+        names: its processes.
+        console: to print on.
+    """
     began = time.monotonic()
     loading = [model.name for model in settings.encoder.models]
     console.print(f"starting phasemesh; loading {', '.join(loading)}")
-    while (gateway := read_report(settings.runtime_dir, "gateway")) is None or not await _ready(gateway):
-        await asyncio.sleep(_POLL_S)
-    encoder = read_report(settings.runtime_dir, "encoder")
-    assert encoder is not None  # the gateway is ready, so it has found one
+    # The gateway is ready with an encoder alone; collections need the others too.
+    for name in names:
+        while (report := read_report(settings.runtime_dir, name)) is None or not await _ready(report):
+            await asyncio.sleep(_POLL_S)
+    reports = {name: report for name in names if (report := read_report(settings.runtime_dir, name))}
     client = RpcClient(rpc=settings.rpc, key=settings.access.mesh_key())
     try:
-        target = f"{settings.encoder.host}:{encoder.port}"
+        target = f"{settings.encoder.host}:{reports['encoder'].port}"
         listed = await client.call(
             target, EncoderServiceStub, "ListModels", pb.ListModelsRequest(), timeout_s=10
         )
     finally:
         await client.close()
     seconds = time.monotonic() - began
-    console.print(
-        banner(settings, gateway, encoder, list(listed.models), seconds), markup=False, soft_wrap=True
-    )
+    console.print(banner(settings, reports, list(listed.models), seconds), markup=False, soft_wrap=True)
 
 
-async def _ready(gateway: RoleReport) -> bool:
+async def _ready(report: RoleReport) -> bool:
     def probe() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{gateway.admin_port}/readyz", timeout=1) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{report.admin_port}/readyz", timeout=1) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False
@@ -65,24 +72,22 @@ def grpcurl_command() -> str:
 
 
 def banner(
-    settings: Settings, gateway: RoleReport, encoder: RoleReport, models: list[pb.ModelInfo], seconds: float
+    settings: Settings, reports: Mapping[str, RoleReport], models: Sequence[pb.ModelInfo], seconds: float
 ) -> str:
-    """The text; commands in it work as they stand."""
-    rest = f"http://{settings.gateway.host}:{gateway.port}"
-    grpc = f"{settings.encoder.host}:{encoder.port}"
+    """The text; commands in it work as they stand.
+
+    Args:
+        settings: of the mesh.
+        reports: of its processes, by name.
+        models: that are served.
+        seconds: that the start took.
+    """
+    rest = f"http://{settings.gateway.host}:{reports['gateway'].port}"
+    grpc = f"{settings.encoder.host}:{reports['encoder'].port}"
     key = "" if not settings.access.keys else " -H 'Authorization: Bearer KEY'"
     embedder = next((model for model in models if pb.TASK_EMBED in model.tasks), None)
     scorer = next((model for model in models if pb.TASK_SCORE in model.tasks), None)
-    lines = [
-        "",
-        f"phasemesh is ready ({seconds:.1f} s)",
-        "",
-        f"  REST    {rest}  (API page: {rest}/docs)",
-        f"  gRPC    {grpc}  phasemesh.v1.EncoderService",
-        f"  admin   gateway http://{settings.gateway.admin_host}:{gateway.admin_port}"
-        f"   encoder http://{settings.encoder.admin_host}:{encoder.admin_port}   (/livez /readyz /metrics)",
-        "",
-    ]
+    lines = ["", f"phasemesh is ready ({seconds:.1f} s)", "", *_addresses(settings, reports, rest, grpc), ""]
     for model in models:
         kinds = [pb.VectorKind.Name(kind).removeprefix("VECTOR_KIND_").lower() for kind in model.vector_kinds]
         size = model.dense_dimension or model.token_dimension
@@ -114,8 +119,67 @@ def banner(
             f"""    -d '{{"model": "{scorer.name}", "query": "What is a mesh?", "documents":""",
             """         ["Bread needs flour and water.", "A mesh joins many nodes to each other."]}'""",
         ]
+    if "retrieval" in reports:
+        lines += collection_lines(rest, key, models)
     runtime = (
         "" if "runtime_dir" not in settings.model_fields_set else f" --runtime-dir {settings.runtime_dir}"
     )
     lines += ["", f"More: make demo, or phasemesh demo{runtime}. Ctrl-C drains and stops.", ""]
     return "\n".join(lines)
+
+
+def _addresses(settings: Settings, reports: Mapping[str, RoleReport], rest: str, grpc: str) -> list[str]:
+    lines = [
+        f"  REST    {rest}  (API page: {rest}/docs)",
+        f"  gRPC    {grpc}  phasemesh.v1.EncoderService",
+    ]
+    hosts = {"gateway": settings.gateway, "encoder": settings.encoder, "retrieval": settings.retrieval}
+    admin = []
+    for name, report in reports.items():
+        server = hosts.get(name, settings.scorer)
+        if name not in ("gateway", "encoder"):
+            service = "RetrievalService" if name == "retrieval" else "ScorerService"
+            lines.append(f"          {server.host}:{report.port}  phasemesh.v1.{service} ({name})")
+        admin.append(f"{name} http://{server.admin_host}:{report.admin_port}")
+    lines.append(f"  admin   {'   '.join(admin)}   (/livez /readyz /metrics)")
+    if "retrieval" in reports:
+        lines.append(f"  data    {settings.data_dir}")
+    return lines
+
+
+def token_model(models: Sequence[pb.ModelInfo]) -> pb.ModelInfo | None:
+    """The model to make a collection with: a late-interaction one, else one with token vectors."""
+    able = [model for model in models if pb.VECTOR_KIND_TOKEN in model.vector_kinds]
+    late = (model for model in able if common.SCORE_TYPE_LATE_INTERACTION in model.score_types)
+    return next(late, able[0] if able else None)
+
+
+def collection_lines(rest: str, key: str, models: Sequence[pb.ModelInfo]) -> list[str]:
+    """How to make a collection and search it: with a model that is served, else with given vectors."""
+    json = f"{key} -H 'Content-Type: application/json'"
+    model = token_model(models)
+    if model is None:
+        return [
+            "",
+            "A collection of given vectors (no model here has token vectors), and a search:",
+            "",
+            f"  curl -s {rest}/v1/collections{json} \\",
+            """    -d '{"name": "given", "token_dimension": 2}'""",
+            f"  curl -s {rest}/v1/collections/given/documents{json} \\",
+            """    -d '{"documents": [{"id": "a", "token_vectors": [[0.6, 0.8], [1, 0]]}]}'""",
+            f"  curl -s {rest}/v1/collections/given/search{json} \\",
+            """    -d '{"query": {"vectors": [[0, 1]]}, "k": 3}'""",
+        ]
+    late = common.SCORE_TYPE_LATE_INTERACTION in model.score_types
+    kind = "a late-interaction model" if late else "an embedding model's token vectors"
+    return [
+        "",
+        f"A collection with {model.name} ({kind}), a document, a search:",
+        "",
+        f"  curl -s {rest}/v1/collections{json} \\",
+        f"""    -d '{{"name": "notes", "model": "{model.name}"}}'""",
+        f"  curl -s {rest}/v1/collections/notes/documents{json} \\",
+        """    -d '{"documents": [{"id": "a", "text": "A mesh joins many nodes to each other."}]}'""",
+        f"  curl -s {rest}/v1/collections/notes/search{json} \\",
+        """    -d '{"query": "What is a mesh?", "k": 3, "projection": {"text": true}}'""",
+    ]

@@ -1,4 +1,4 @@
-"""Commands that talk to a running mesh over gRPC: `models`, `embed`, `rerank`, `demo`."""
+"""Commands that talk to encoders of a running mesh over gRPC, and `demo`; registers all client commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ TimeoutOption = Annotated[float, typer.Option("--timeout", help="Deadline in sec
 
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
-    for command in (models, embed, rerank, demo):
+    from phasemesh.cli.collection_commands import index, search
+
+    for command in (models, embed, rerank, index, search, demo):
         app.command()(command)
 
 
@@ -245,7 +247,7 @@ def demo(
     config: ConfigOption = None,
     runtime_dir: RuntimeDirOption = None,
 ) -> None:
-    """Embed and rerank the passages that ship with Phasemesh, against a running mesh."""
+    """Embed, rerank, index and search the passages that ship with Phasemesh, against a running mesh."""
     from phasemesh.cli.demo import run_demo
 
     settings = settings_from(config, runtime_dir=runtime_dir)

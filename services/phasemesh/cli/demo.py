@@ -1,12 +1,6 @@
-"""`phasemesh demo`: embeds and reranks real passages over gRPC and REST, and shows where the time went."""
+"""`phasemesh demo`: embeds, reranks, indexes and searches real passages, and shows where the time went."""
 
 from __future__ import annotations
-
-import json
-import urllib.error
-import urllib.request
-from dataclasses import dataclass
-from importlib import resources
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from phasemesh.cli.banner import token_model
 from phasemesh.cli.client_commands import timing_line
+from phasemesh.cli.demo_passages import Passage, passages, queries
+from phasemesh.cli.demo_search import call_rest, search_demo
 from phasemesh.config.settings import Settings
 from phasemesh.errors import FailedPrecondition, Unavailable
 from phasemesh.rpc.client import RpcClient
@@ -26,33 +23,6 @@ from phasemesh.v1.encoder_pb2_grpc import EncoderServiceStub
 _BATCH = 64
 _SHOWN_QUERIES = 3
 _CANDIDATES = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A passage that ships with Phasemesh."""
-
-    id: str
-    title: str
-    text: str
-
-
-def passages() -> list[Passage]:
-    """The passages, in the file's order."""
-    lines = (
-        (resources.files("phasemesh.cli") / "data" / "passages.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    )
-    return [Passage(row["id"], row["title"], row["text"]) for row in map(json.loads, lines)]
-
-
-def queries() -> list[tuple[str, set[str]]]:
-    """Questions with the ids of the passages that answer them."""
-    rows = json.loads(
-        (resources.files("phasemesh.cli") / "data" / "queries.json").read_text(encoding="utf-8")
-    )
-    return [(row["query"], set(row["relevant"])) for row in rows]
 
 
 async def run_demo(settings: Settings, target: str, gateway: str | None, model: str) -> None:
@@ -112,7 +82,23 @@ async def _run(client: RpcClient, settings: Settings, target: str, gateway: str 
         console.print(table)
         console.print(f"   {timing}\n", soft_wrap=True)
     where = f"REST ({gateway}/v1/rerank); the times are its Server-Timing header" if gateway else "gRPC"
-    console.print(f"   over {where}", style="dim")
+    console.print(f"   over {where}\n", style="dim")
+
+    await _collections(client, settings, target, gateway, console)
+
+
+async def _collections(
+    client: RpcClient, settings: Settings, target: str, gateway: str | None, console: Console
+) -> None:
+    key = settings.access.mesh_key()
+    listed = await client.call(target, EncoderServiceStub, "ListModels", pb.ListModelsRequest(), timeout_s=10)
+    model = token_model(listed.models)
+    if gateway is None or "retrieval" not in call_rest(gateway, "GET", "/health", key=key).body:
+        console.print("   no gateway that serves collections is known here: nothing to index", style="dim")
+    elif model is None:
+        console.print("   no model with token vectors is served: nothing to index", style="dim")
+    else:
+        search_demo(gateway, model.name, passages(), queries(), console, key=key, shown=_SHOWN_QUERIES)
 
 
 async def _embedder(client: RpcClient, target: str, model: str) -> pb.ModelInfo:
@@ -176,16 +162,8 @@ def _rerank_rest(
     gateway: str, settings: Settings, model: str, query: str, candidates: list[Passage]
 ) -> tuple[list[tuple[float, Passage]], str]:
     body = {"model": model, "query": query, "documents": [passage.text for passage in candidates]}
-    headers = {"Content-Type": "application/json"}
-    if (key := settings.access.mesh_key()) is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(  # noqa: S310 -- the URL is the user's own
-        f"{gateway}/v1/rerank", data=json.dumps(body).encode(), headers=headers
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310 -- as above
-            results = json.load(reply)["results"]
-            timing = reply.headers.get("Server-Timing", "")
-    except (urllib.error.URLError, OSError) as error:
-        raise Unavailable(f"{gateway}/v1/rerank: {error}") from None
-    return [(row["relevance_score"], candidates[row["index"]]) for row in results], timing
+    answer = call_rest(gateway, "POST", "/v1/rerank", body, key=settings.access.mesh_key())
+    if answer.status != 200:
+        raise Unavailable(f"{gateway}/v1/rerank: {answer.status}: {answer.body.get('message', '')}")
+    results = answer.body["results"]
+    return [(row["relevance_score"], candidates[row["index"]]) for row in results], answer.timing

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from phasemesh.cli.options import (
     ConfigOption,
+    DataDirOption,
     ModelOption,
     NoRayOption,
     RuntimeDirOption,
@@ -52,10 +53,12 @@ def up(
     port: Annotated[int | None, typer.Option(help="REST port.", show_default=False)] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC port.", show_default=False)] = None,
     replicas: Annotated[int | None, typer.Option(help="Encoder workers.", show_default=False)] = None,
+    scorers: Annotated[int, typer.Option(min=1, max=64, help="Late-interaction scorers.")] = 2,
     device: Annotated[
         str | None, typer.Option(help="auto, cuda, xpu, mps or cpu.", show_default=False)
     ] = None,
     no_ray: NoRayOption = False,
+    data_dir: DataDirOption = None,
     runtime_dir: RuntimeDirOption = None,
     assignments: SetOption = None,
 ) -> None:
@@ -70,6 +73,8 @@ def up(
       phasemesh up -m BAAI/bge-small-en-v1.5 -m rerank=/models/ms-marco-MiniLM-L6-v2
 
       phasemesh up -c phasemesh.yaml -s encoder.replicas=2
+
+      phasemesh up --data-dir ./collections --scorers 4
     """
     from phasemesh.cli.demo_model import PACKAGE, demo_model
     from phasemesh.cli.up import run_up
@@ -79,6 +84,7 @@ def up(
         assignments,
         models=model,
         runtime_dir=runtime_dir,
+        data_dir=data_dir,
         gateway__port=port,
         encoder__port=grpc_port,
         encoder__replicas=replicas,
@@ -94,7 +100,7 @@ def up(
             )
         encoder = settings.encoder.model_copy(update={"models": (demo,)})
         settings = settings.model_copy(update={"encoder": encoder})
-    run_up(_printed(settings), console)
+    run_up(_printed(settings), console, scorers=scorers)
 
 
 @app.command()
@@ -138,13 +144,17 @@ def gateway(
             "--encoder", metavar="HOST:PORT", help="An encoder service. Repeatable.", show_default=False
         ),
     ] = None,
+    retrieval_target: Annotated[
+        str | None,
+        typer.Option("--retrieval", metavar="HOST:PORT", help="The retrieval service.", show_default=False),
+    ] = None,
     port: PortOption = None,
     admin_port: AdminPortOption = None,
     runtime_dir: RuntimeDirOption = None,
     assignments: SetOption = None,
     exit_with_parent: ParentOption = False,
 ) -> None:
-    """Run the gateway role: REST in front of encoder services.
+    """Run the gateway role: REST in front of encoder and retrieval services.
 
     [bold]Example[/]
 
@@ -157,10 +167,86 @@ def gateway(
         assignments,
         runtime_dir=runtime_dir,
         gateway__encoders=encoder_target,
+        gateway__retrieval=retrieval_target,
         gateway__port=port,
         gateway__admin_port=admin_port,
     )
     run_gateway(settings if exit_with_parent else _printed(settings), exit_with_parent=exit_with_parent)
+
+
+@app.command()
+def retrieval(
+    config: ConfigOption = None,
+    encoder_target: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--encoder", metavar="HOST:PORT", help="An encoder service. Repeatable.", show_default=False
+        ),
+    ] = None,
+    scorer_target: Annotated[
+        list[str] | None,
+        typer.Option("--scorer", metavar="HOST:PORT", help="A scorer. Repeatable.", show_default=False),
+    ] = None,
+    port: PortOption = None,
+    admin_port: AdminPortOption = None,
+    data_dir: DataDirOption = None,
+    runtime_dir: RuntimeDirOption = None,
+    assignments: SetOption = None,
+    exit_with_parent: ParentOption = False,
+) -> None:
+    """Run the retrieval role: collections, ingestion, and search over scorers.
+
+    [bold]Example[/]
+
+      phasemesh retrieval --data-dir /data --scorer scorer-0:50071 --scorer scorer-1:50071
+    """
+    from phasemesh.cli.retrieval_role import run_retrieval
+
+    settings = settings_from(
+        config,
+        assignments,
+        runtime_dir=runtime_dir,
+        data_dir=data_dir,
+        retrieval__encoders=encoder_target,
+        retrieval__scorers=scorer_target,
+        retrieval__port=port,
+        retrieval__admin_port=admin_port,
+    )
+    run_retrieval(settings if exit_with_parent else _printed(settings), exit_with_parent=exit_with_parent)
+
+
+@app.command()
+def scorer(
+    config: ConfigOption = None,
+    port: PortOption = None,
+    admin_port: AdminPortOption = None,
+    data_dir: DataDirOption = None,
+    name: Annotated[
+        str, typer.Option(help="Name among this machine's scorers: of its report and its cache folder.")
+    ] = "scorer",
+    runtime_dir: RuntimeDirOption = None,
+    assignments: SetOption = None,
+    exit_with_parent: ParentOption = False,
+) -> None:
+    """Run a scorer: it holds token vectors of collections and searches them.
+
+    [bold]Example[/]
+
+      phasemesh scorer --data-dir /data --port 50071
+    """
+    from phasemesh.cli.scorer_role import run_scorer
+
+    settings = settings_from(
+        config,
+        assignments,
+        runtime_dir=runtime_dir,
+        data_dir=data_dir,
+        scorer__port=port,
+        scorer__admin_port=admin_port,
+    )
+    run_scorer(
+        settings if exit_with_parent else _printed(settings), name=name, exit_with_parent=exit_with_parent
+    )
 
 
 @app.command(name="config")

@@ -40,6 +40,10 @@ RuntimeDirOption = Annotated[
     Path | None,
     typer.Option("--runtime-dir", help="Folder for sockets, tokens and port reports.", show_default=False),
 ]
+DataDirOption = Annotated[
+    Path | None,
+    typer.Option("--data-dir", help="Root of all collections.", show_default=False),
+]
 NoRayOption = Annotated[
     bool, typer.Option("--no-ray", help="Run one worker inside the encoder's process instead of Ray actors.")
 ]
@@ -51,6 +55,7 @@ def settings_from(
     *,
     models: Sequence[str] | None = None,
     runtime_dir: Path | None = None,
+    data_dir: Path | None = None,
     **flags: Any,
 ) -> Settings:
     """Settings from the file, the environment and the flags that were given.
@@ -60,6 +65,7 @@ def settings_from(
         assignments: `key=value` texts of `--set`.
         models: `[name=]source` texts of `--model`; they replace the file's models.
         runtime_dir: of `--runtime-dir`.
+        data_dir: of `--data-dir`.
         flags: dotted setting names with `__` for the dot; None means not given.
 
     Raises:
@@ -76,6 +82,9 @@ def settings_from(
         given["encoder.models"] = [_model(text) for text in models]
     if runtime_dir is not None:
         given["runtime_dir"] = runtime_dir
+    if data_dir is not None:
+        # Roles of one mesh may be started in other folders than this one.
+        given["data_dir"] = data_dir.absolute()
     return load_settings(config, given)
 
 

@@ -17,7 +17,7 @@ class RoleReport:
     """Where a role listens.
 
     Attributes:
-        role: "gateway" or "encoder".
+        role: "gateway", "retrieval", "encoder" or "scorer"; "scorer-0" and so on under `phasemesh up`.
         pid: its process.
         port: its public port.
         admin_port: its admin port.

@@ -1,7 +1,8 @@
 """`phasemesh up`: the whole mesh on this machine, one process per role.
 
-Roles start from the encoder outwards and drain from the gateway inwards, so that nothing that takes requests
-runs without what answers them.
+Roles start from the scorers and the encoder outwards and drain from the gateway inwards, so that nothing
+that takes requests runs without what answers them. One `phasemesh up` owns its data root, because two of them
+would give one scorer's cache folder to two processes.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -27,46 +28,110 @@ from phasemesh.config.settings import ENV_PREFIX, ServerSettings, Settings, Sett
 
 logger = logging.getLogger(__name__)
 
-#: Drain order: what takes requests first.
-ROLES = ("gateway", "encoder")
 _POLL_S = 0.1
+#: Ports of one scorer after those of the one before; each has a public and an admin port.
+_SCORER_PORT_STEP = 2
+_MAX_PORT = 65535
+
+
+def drain_order(settings: Settings, scorers: int) -> tuple[str, ...]:
+    """Names of the processes, those that take requests first; the other way round it is the start order.
+
+    Args:
+        settings: without `gateway.retrieval` no collections are served, so neither retrieval nor scorers run.
+        scorers: how many of them.
+    """
+    if settings.gateway.retrieval is None:
+        return ("gateway", "encoder")
+    return ("gateway", "retrieval", "encoder", *scorer_names(scorers))
+
+
+def scorer_names(scorers: int) -> tuple[str, ...]:
+    """Names of the scorers' processes."""
+    return tuple(f"scorer-{index}" for index in range(scorers))
+
+
+def server_of(settings: Settings, name: str) -> ServerSettings:
+    """Where the process `name` listens: scorers side by side from the settings' ports on."""
+    if not name.startswith("scorer-"):
+        server: ServerSettings = getattr(settings, name)
+        return server
+    step = _SCORER_PORT_STEP * int(name.removeprefix("scorer-"))
+    scorer = settings.scorer
+    ports = {
+        "port": scorer.port and scorer.port + step,
+        "admin_port": scorer.admin_port and scorer.admin_port + step,
+    }
+    if max(ports.values()) > _MAX_PORT:
+        raise SettingsError(
+            f"scorer.port: {name} would need port {max(ports.values())}; take lower ones, or 0"
+        )
+    return scorer.model_copy(update=ports)
 
 
 @contextmanager
-def runtime_lock(runtime_dir: Path) -> Iterator[None]:
-    """Hold the runtime folder for this process.
+def folder_lock(folder: Path, file: str, setting: str, remedy: str) -> Iterator[None]:
+    """Hold a folder for this process.
+
+    Args:
+        folder: made if missing.
+        file: its lock file.
+        setting: that names the folder, for errors.
+        remedy: what to do if another process holds it.
 
     Raises:
         SettingsError: another `phasemesh up` holds it, or it can't be made.
     """
     try:
-        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = (runtime_dir / "up.lock").open("a+")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (folder / file).open("a+")
     except OSError as error:
-        raise SettingsError(f"runtime_dir: {runtime_dir}: {error.strerror}") from None
+        raise SettingsError(f"{setting}: {folder}: {error.strerror}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SettingsError(
-                f"runtime_dir: {runtime_dir} is in use by another `phasemesh up`; stop that one, "
-                "or give this one another --runtime-dir and other ports"
+                f"{setting}: {folder} is in use by another `phasemesh up`; stop that one, or {remedy}"
             ) from None
         yield
 
 
-def run_up(settings: Settings, console: Console) -> None:
+def runtime_lock(runtime_dir: Path) -> AbstractContextManager[None]:
+    """Hold the runtime folder; see `folder_lock`."""
+    return folder_lock(
+        runtime_dir, "up.lock", "runtime_dir", "give this one another --runtime-dir and other ports"
+    )
+
+
+def data_lock(data_dir: Path) -> AbstractContextManager[None]:
+    """Hold the data root; see `folder_lock`."""
+    # No tenant's name begins with a dot.
+    return folder_lock(data_dir, ".up.lock", "data_dir", "give this one another --data-dir")
+
+
+def run_up(settings: Settings, console: Console, *, scorers: int) -> None:
     """Run the mesh until SIGTERM or SIGINT, then drain it.
+
+    Args:
+        settings: of all roles.
+        console: for the banner.
+        scorers: how many to run.
 
     Raises:
         MeshFailed: a role can't be kept running.
-        SettingsError: another `phasemesh up` uses the same runtime folder.
+        SettingsError: another `phasemesh up` uses the same runtime folder or data root.
     """
+    if settings.scorer.cache_dir is not None and scorers > 1:
+        raise SettingsError(
+            "scorer.cache_dir: is one folder, and each scorer needs its own; leave it out, or use --scorers 1"
+        )
     runtime_dir = settings.runtime_dir
-    with runtime_lock(runtime_dir):
-        _check_ports(settings)
-        for role in ROLES:
-            report_path(runtime_dir, role).unlink(missing_ok=True)
+    names = drain_order(settings, scorers)
+    with runtime_lock(runtime_dir), data_lock(settings.data_dir):
+        _check_ports(settings, names)
+        for name in names:
+            report_path(runtime_dir, name).unlink(missing_ok=True)
         # The roles read the settings in force from a file and nothing from the environment, so that they
         # can't come to other settings than these. Keys may be among them: the folder is its owner's alone.
         file = runtime_dir / "settings.yaml"
@@ -75,7 +140,7 @@ def run_up(settings: Settings, console: Console) -> None:
         file.write_text(dump(_for_this_terminal(settings)))
         try:
             with terminal_to_ourselves():
-                asyncio.run(_run(settings, file, console))
+                asyncio.run(_run(settings, names, file, console))
         finally:
             file.unlink(missing_ok=True)
 
@@ -88,10 +153,11 @@ def _for_this_terminal(settings: Settings) -> Settings:
     return settings.model_copy(update={"log": settings.log.model_copy(update={"format": style})})
 
 
-def _check_ports(settings: Settings) -> None:
+def _check_ports(settings: Settings, names: Sequence[str]) -> None:
     """Refuse ports that are taken now, rather than after the models are loaded."""
-    for role in ROLES:
-        server: ServerSettings = getattr(settings, role)
+    for process in names:
+        server = server_of(settings, process)
+        role = _role(process)
         for name, host, port in (
             ("port", server.host, server.port),
             ("admin_port", server.admin_host, server.admin_port),
@@ -108,51 +174,84 @@ def _check_ports(settings: Settings) -> None:
                 ) from None
 
 
-async def _run(settings: Settings, file: Path, console: Console) -> None:
-    runtime_dir = settings.runtime_dir
+def _role(name: str) -> str:
+    return "scorer" if name.startswith("scorer-") else name
+
+
+def _targets(settings: Settings, names: Sequence[str]) -> list[str]:
+    """gRPC targets of processes that have reported."""
+    targets = []
+    for name in names:
+        report = read_report(settings.runtime_dir, name)
+        assert report is not None  # whoever asks has waited for it
+        targets.append(f"{server_of(settings, name).host}:{report.port}")
+    return targets
+
+
+def role_arguments(settings: Settings, name: str, names: Sequence[str]) -> list[str]:
+    """Arguments of one process: its ports, and where those are that it calls.
+
+    A role that is started again keeps its ports: others know them.
+    """
+    role, server = _role(name), server_of(settings, name)
+    report = read_report(settings.runtime_dir, name)
+    port, admin_port = (
+        (server.port, server.admin_port) if report is None else (report.port, report.admin_port)
+    )
+    values = {f"{role}.port": str(port), f"{role}.admin_port": str(admin_port)}
+    scorers = [other for other in names if _role(other) == "scorer"]
+    if role == "retrieval":
+        values["retrieval.encoders"] = str(_targets(settings, ["encoder"]))
+        values["retrieval.scorers"] = str(_targets(settings, scorers))
+    if role == "gateway":
+        values["gateway.encoders"] = str(_targets(settings, ["encoder"]))
+        if "retrieval" in names:
+            values["gateway.retrieval"] = _targets(settings, ["retrieval"])[0]
+    arguments = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+    return [*(("--name", name) if role == "scorer" else ()), *arguments]
+
+
+def needed_by(name: str, names: Sequence[str]) -> list[str]:
+    """Processes that have to listen before `name` starts."""
+    if name == "gateway":
+        return [other for other in ("retrieval", "encoder") if other in names]
+    if name == "retrieval":
+        return [other for other in names if other == "encoder" or _role(other) == "scorer"]
+    return []
+
+
+async def _run(settings: Settings, names: Sequence[str], file: Path, console: Console) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
-    output = PrefixedOutput(ROLES)
+    output = PrefixedOutput(names)
     # Longer than the roles' own limits, so that killing is for those that hang.
     drain_s = settings.rpc.drain_delay_s + 2 * settings.rpc.drain_s + 15
 
-    def role(name: str, *extra: Callable[[], Sequence[str]], after: str | None = None) -> RoleProcess:
+    def process(name: str) -> RoleProcess:
         def command() -> list[str]:
-            arguments = [argument for part in extra for argument in part()]
-            # A role that is started again keeps its ports: others know them.
-            if (report := read_report(runtime_dir, name)) is not None:
-                arguments += ["--set", f"{name}.port={report.port}"]
-                arguments += ["--set", f"{name}.admin_port={report.admin_port}"]
-            base = [
-                sys.executable,
-                "-m",
-                "phasemesh.cli.main",
-                name,
-                "--config",
-                str(file),
-                "--exit-with-parent",
-            ]
-            return [*base, *arguments]
+            base = [sys.executable, "-m", "phasemesh.cli.main", _role(name), "--config", str(file)]
+            return [*base, "--exit-with-parent", *role_arguments(settings, name, names)]
 
-        async def listens() -> None:
-            while after is not None and read_report(runtime_dir, after) is None:
-                await asyncio.sleep(_POLL_S)
+        async def needed_listen() -> None:
+            for other in needed_by(name, names):
+                while read_report(settings.runtime_dir, other) is None:
+                    await asyncio.sleep(_POLL_S)
 
         return RoleProcess(
-            name, command, write_line=output, environment=environment, wait_until=listens, drain_s=drain_s
+            name,
+            command,
+            write_line=output,
+            environment=environment,
+            wait_until=needed_listen,
+            drain_s=drain_s,
         )
 
-    def encoder_target() -> list[str]:
-        report = read_report(runtime_dir, "encoder")
-        assert report is not None  # the gateway waits for it
-        return ["--set", f"gateway.encoders=['{settings.encoder.host}:{report.port}']"]
-
-    roles = [role("gateway", encoder_target, after="encoder"), role("encoder")]
+    roles = [process(name) for name in names]
     stop = asyncio.Event()
 
     def on_signal() -> None:
         if stop.is_set():
-            for process in roles:
-                process.kill()
+            for role in roles:
+                role.kill()
         else:
             console.print("[bold]draining[/] (once more to kill)")
             stop.set()
@@ -160,5 +259,5 @@ async def _run(settings: Settings, file: Path, console: Console) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    await supervise(roles, stop, lambda: announce(settings, console))
+    await supervise(roles, stop, lambda: announce(settings, names, console))
     console.print("stopped")

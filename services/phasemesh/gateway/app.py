@@ -9,11 +9,13 @@ from __future__ import annotations
 from importlib import metadata
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from phasemesh.config.settings import Settings
 from phasemesh.gateway import health
 from phasemesh.gateway.access import Access
+from phasemesh.gateway.dialects.native import routes as native
 from phasemesh.gateway.dialects.openai import routes as openai
 from phasemesh.gateway.dialects.openai import schema as openai_schema
 from phasemesh.gateway.dialects.rerank import routes as rerank
@@ -23,6 +25,7 @@ from phasemesh.gateway.faults import Dialect, Errors, raise_http_fault
 from phasemesh.gateway.health import Readiness
 from phasemesh.gateway.mesh import Mesh
 from phasemesh.gateway.observe import Observe
+from phasemesh.gateway.retrieval import Retrieval
 from phasemesh.rpc.client import RpcClient
 from phasemesh.rpc.directory import ModelDirectory
 from phasemesh.telemetry.metrics import Metrics
@@ -40,14 +43,15 @@ def create_app(
 
     Args:
         settings: `gateway` and `access` are read.
-        client: calls encoders.
+        client: calls encoders and the retrieval service.
         directory: finds them; started by the caller.
         metrics: of the process.
         readiness: shared with whoever drains the process; default: of `directory` alone.
     """
     app = FastAPI(
         title="Phasemesh",
-        description="Embeddings and reranking, in the shapes that existing clients speak.",
+        description="Embeddings and reranking in the shapes that existing clients speak, and "
+        "late-interaction search over collections of documents.",
         version=_version(),
         docs_url=None,
         redoc_url=None,
@@ -61,10 +65,15 @@ def create_app(
     mesh = Mesh(settings, client, directory)
     app.include_router(openai.routes(mesh, settings.gateway))
     app.include_router(rerank.routes(mesh, settings.gateway))
+    bodies: tuple[type[BaseModel], ...] = (openai_schema.EmbeddingsRequest, rerank_schema.RerankRequest)
+    if settings.gateway.retrieval is not None:
+        retrieval = Retrieval(settings, client, settings.gateway.retrieval)
+        app.include_router(native.routes(retrieval, settings.gateway))
+        bodies += native.BODIES
     app.include_router(health.routes(readiness or Readiness(directory)))
     add_docs(
         app,
-        bodies=(openai_schema.EmbeddingsRequest, rerank_schema.RerankRequest),
+        bodies=bodies,
         keys=bool(settings.access.keys),
     )
     return app
@@ -72,6 +81,8 @@ def create_app(
 
 def dialect_of(path: str) -> Dialect:
     """The dialect whose clients call `path`; OpenAI's for every path that no other owns."""
+    if native.owns(path):
+        return native.DIALECT
     return rerank.DIALECT if path in rerank.PATHS else openai.DIALECT
 
 

@@ -27,17 +27,18 @@ _ASSETS = {
 _MEANING = {
     400: "A field is wrong",
     401: "No key, or an unknown one",
-    404: "No such model",
+    404: "No such model or collection",
+    409: "Something of that name exists, or the state has moved on",
     413: "The body is too large",
     429: "Overloaded; see Retry-After",
-    503: "No encoder answers; see Retry-After",
+    503: "What answers this is down; see Retry-After",
 }
 
 
-def body_of(model: type[BaseModel]) -> dict[str, Any]:
+def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
     """`openapi_extra` that documents a JSON body which the handler reads by itself."""
     schema = {"$ref": _REF.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def errors_of(model: type[BaseModel], *statuses: int) -> dict[int | str, dict[str, Any]]:

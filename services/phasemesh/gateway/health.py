@@ -1,7 +1,9 @@
 """Whether this gateway can answer, for the public port's own callers and for probes.
 
 Invariant: ready means that a request for some model would find an encoder, and that the process isn't
-draining. Orchestrators probe the admin port; `/health` is for clients that look before they call.
+draining. Collections are a detail: without the retrieval service the gateway still embeds and reranks, and
+taking it out of a balancer would only lose that too. Orchestrators probe the admin port; `/health` is for
+clients that look before they call.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from phasemesh.rpc.directory import ModelDirectory
+from phasemesh.rpc.watch import PeerWatch
 
 
 @dataclass(slots=True)
@@ -21,10 +24,12 @@ class Readiness:
 
     Attributes:
         directory: models and their encoders.
+        retrieval: the retrieval service's health; None where no collections are served.
         draining: the process was told to stop.
     """
 
     directory: ModelDirectory
+    retrieval: PeerWatch | None = None
     draining: bool = False
 
     @property
@@ -40,7 +45,13 @@ class Readiness:
             status = "no encoder answers"
         else:
             status = "ok"
-        return {"status": status, "models": sorted(info.name for info in self.directory.models())}
+        described: dict[str, object] = {
+            "status": status,
+            "models": sorted(info.name for info in self.directory.models()),
+        }
+        if self.retrieval is not None:
+            described["retrieval"] = "ok" if self.retrieval.serving else "does not answer"
+        return described
 
 
 def routes(readiness: Readiness) -> APIRouter:

@@ -1,4 +1,4 @@
-"""The gateway's side of the mesh: plain Python in, one gRPC call, numpy out.
+"""The gateway's calls to encoders: plain Python in, one gRPC call, numpy out.
 
 Invariants: protobuf stays in here; a result is whole or an error, since none of the REST dialects has a place
 for an input's own error; and a fault between gateway and encoder never looks like the caller's.
@@ -6,7 +6,6 @@ for an input's own error; and a fault between gateway and encoder never looks li
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,16 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phasemesh.config.settings import Settings
-from phasemesh.errors import (
-    Cancelled,
-    Internal,
-    PermissionDenied,
-    PhasemeshError,
-    Unauthenticated,
-    Unavailable,
-    from_code,
-)
+from phasemesh.errors import Unavailable, from_code
 from phasemesh.gateway.exchange import Exchange
+from phasemesh.gateway.peer_faults import broken_reply, not_the_callers
 from phasemesh.rpc.client import RpcClient
 from phasemesh.rpc.codec import decode_tensor
 from phasemesh.rpc.directory import ModelDirectory
@@ -40,8 +32,6 @@ from phasemesh.v1.encoder_pb2 import (
     VectorKind,
 )
 from phasemesh.v1.encoder_pb2_grpc import EncoderServiceStub
-
-_log = logging.getLogger(__name__)
 
 #: One input: text, or token ids of the model's own vocabulary.
 MeshInput = str | Sequence[int]
@@ -113,7 +103,9 @@ class Mesh:
         _raise_first_fault(reply.items, len(inputs))
         vectors = decode_tensor(reply.dense, field="dense")
         if vectors.ndim != 2 or len(vectors) != len(inputs):
-            raise _broken_reply("dense has the wrong shape", shape=list(vectors.shape), inputs=len(inputs))
+            raise broken_reply(
+                "the encoder", "dense has the wrong shape", shape=list(vectors.shape), inputs=len(inputs)
+            )
         tokens = _note_answer(exchange, reply)
         return Embedded(reply.model, _finite(vectors), tokens, _phases(reply.timings))
 
@@ -138,7 +130,9 @@ class Mesh:
         _raise_first_fault(reply.items, len(documents))
         scores = np.fromiter(reply.scores, np.float32)
         if len(scores) != len(documents):
-            raise _broken_reply("scores have the wrong length", scores=len(scores), documents=len(documents))
+            raise broken_reply(
+                "the encoder", "scores have the wrong length", scores=len(scores), documents=len(documents)
+            )
         tokens = _note_answer(exchange, reply)
         return Scored(reply.model, _finite(scores), tokens, _phases(reply.timings))
 
@@ -160,21 +154,13 @@ class Mesh:
 
     @contextmanager
     def _own_faults(self, target: str) -> Iterator[None]:
-        """Translate what the caller has no part in: the mesh's own key, and calls that a service cut off."""
+        """Translate faults that aren't the caller's, and tell the directory of a target that can't answer."""
         try:
-            yield
-        except (Unauthenticated, PermissionDenied) as error:
-            internal = Internal()
-            _log.error(
-                "an encoder refused the gateway's key; set the same access.keys on both",
-                extra={"error_id": internal.error_id, "reason": error.reason},
-            )
-            raise internal from error
-        except Cancelled as error:
-            # The caller is still there (its own leaving cancels this task), so the service dropped the call.
-            raise Unavailable("the encoder dropped the call; try again", reason="CALL_DROPPED") from error
-        except Unavailable:
-            self._directory.suspect(target)
+            with not_the_callers("the encoder"):
+                yield
+        except Unavailable as error:
+            if error.reason != "CALL_DROPPED":
+                self._directory.suspect(target)
             raise
 
 
@@ -184,7 +170,7 @@ def _input(item: MeshInput) -> Input:
 
 def _raise_first_fault(items: Sequence[EncodedItem], expected: int) -> None:
     if len(items) != expected:
-        raise _broken_reply("items have the wrong length", items=len(items), expected=expected)
+        raise broken_reply("the encoder", "items have the wrong length", items=len(items), expected=expected)
     for item in items:
         if item.HasField("error"):
             fault = item.error
@@ -194,14 +180,8 @@ def _raise_first_fault(items: Sequence[EncodedItem], expected: int) -> None:
 def _finite(array: NDArray[np.float32]) -> NDArray[np.float32]:
     # JSON has no NaN: it would become null and break clients far from the cause.
     if not np.isfinite(array).all():
-        raise _broken_reply("the model's output is not finite")
+        raise broken_reply("the encoder", "the model's output is not finite")
     return np.ascontiguousarray(array, dtype="<f4")
-
-
-def _broken_reply(what: str, **fields: object) -> PhasemeshError:
-    internal = Internal()
-    _log.error("broken reply of an encoder", extra={"error_id": internal.error_id, "fault": what, **fields})
-    return internal
 
 
 def _note_answer(exchange: Exchange, reply: EmbedResponse | ScoreResponse) -> int:

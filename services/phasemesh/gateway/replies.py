@@ -13,17 +13,17 @@ from phasemesh.telemetry import names
 from phasemesh.telemetry.phases import server_timing
 
 
-def json_reply(exchange: Exchange, content: bytes, encoder_phases: Sequence[tuple[str, int]]) -> Response:
+def json_reply(exchange: Exchange, content: bytes, peer_phases: Sequence[tuple[str, int]]) -> Response:
     """A 200 with `content` and a `Server-Timing` header.
 
-    The header lists the gateway's phases in order, the encoder's (from the reply's `Timings`, so the figures
+    The header lists the gateway's phases in order, the peer's (from the reply's `Timings`, so the figures
     are the same) after the `gateway.rpc` that contains them, and the total last.
     """
     phases: list[tuple[str, int]] = []
     for phase in exchange.clock.phases:
         phases.append((phase.name, phase.duration_ns))
         if phase.name == names.PHASE_RPC:
-            phases.extend(encoder_phases)
+            phases.extend(peer_phases)
     timing = server_timing(phases, exchange.clock.total_ns())
     return Response(content, headers={"server-timing": timing}, media_type="application/json")
 

@@ -28,6 +28,7 @@ from phasemesh.rpc.client import RpcClient
 from phasemesh.rpc.directory import ModelDirectory
 from phasemesh.rpc.heartbeat import LoopHeartbeat
 from phasemesh.rpc.lifecycle import wait_for_signal
+from phasemesh.rpc.watch import PeerWatch
 from phasemesh.telemetry import names
 from phasemesh.telemetry.metrics import Metrics
 
@@ -74,7 +75,15 @@ async def serve_gateway(
     directory = ModelDirectory(
         client, settings.gateway.encoders, refresh_s=settings.gateway.directory_refresh_s
     )
-    readiness = Readiness(directory)
+    watch = None
+    if settings.gateway.retrieval is not None:
+        watch = PeerWatch(
+            client,
+            settings.gateway.retrieval,
+            "phasemesh.v1.RetrievalService",
+            refresh_s=settings.gateway.directory_refresh_s,
+        )
+    readiness = Readiness(directory, watch)
     app = create_app(settings, client=client, directory=directory, metrics=metrics, readiness=readiness)
     listener = listen(settings.gateway.host, settings.gateway.port)
     server = _Server(_config(app, settings))
@@ -92,6 +101,8 @@ async def serve_gateway(
         admin_port = admin.start()
         heartbeat.start()
         await directory.start()
+        if watch is not None:
+            watch.start()
         for info in directory.models():
             for phase in names.GATEWAY_PHASES:
                 metrics.phase_duration.labels(phase, info.name)
@@ -99,6 +110,8 @@ async def serve_gateway(
     finally:
         ending.cancel()
         listener.close()
+        if watch is not None:
+            await watch.close()
         await directory.close()
         await client.close()
         heartbeat.stop()

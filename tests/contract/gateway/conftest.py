@@ -21,8 +21,9 @@ async def shared_stack() -> AsyncIterator[Stack]:
 
 @pytest.fixture
 def stack(shared_stack: Stack) -> Stack:
-    """A gateway without keys, bodies up to 200 kB, 64 inputs; the fake encoder as new."""
+    """A gateway without keys, bodies up to 200 kB, 64 inputs; the fakes as new."""
     shared_stack.encoder.reset()
+    shared_stack.retrieval.reset()
     return shared_stack
 
 

@@ -83,6 +83,8 @@ ROUTES = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/bag"),
     ("POST", "/rerank"),
+    ("GET", "/v1/collections"),
+    ("POST", "/v1/collections/c/search"),
     ("GET", "/health"),
     ("GET", "/"),
     ("GET", "/docs"),
@@ -100,6 +102,11 @@ async def test_every_route_needs_a_key_where_keys_are_set(keyed: Stack, method: 
     assert wrong.status_code == 401
     if path == "/rerank":
         assert wrong.json()["message"] == wrong.json()["detail"] == "the API key is not known here"
+    elif "collections" in path:
+        assert (wrong.json()["error"]["code"], wrong.json()["error"]["reason"]) == (
+            "UNAUTHENTICATED",
+            "KEY_UNKNOWN",
+        )
     else:
         assert wrong.json()["error"]["type"] == "authentication_error"
         assert wrong.json()["error"]["code"] == "invalid_api_key"
@@ -127,7 +134,7 @@ async def test_the_encoder_learns_the_caller_from_the_key_alone(
 
 async def test_health(stack: Stack) -> None:
     well = await stack.http.get("/health")
-    assert (well.status_code, well.json()["status"]) == (200, "ok")
+    assert (well.status_code, well.json()["status"], well.json()["retrieval"]) == (200, "ok", "ok")
     stack.readiness.draining = True
     try:
         draining = await stack.http.get("/health")
@@ -183,6 +190,13 @@ async def test_the_openapi_document(stack: Stack) -> None:
         "/v1/models",
         "/v1/models/{model}",
         "/v1/rerank",
+        "/v1/collections",
+        "/v1/collections/{name}",
+        "/v1/collections/{name}/documents",
+        "/v1/collections/{name}/documents/delete",
+        "/v1/collections/{name}/documents/get",
+        "/v1/collections/{name}/documents/count",
+        "/v1/collections/{name}/search",
         "/health",
     }
     schemas = document["components"]["schemas"]

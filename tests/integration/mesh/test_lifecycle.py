@@ -82,7 +82,7 @@ def gone(mesh: Mesh, pids: set[int]) -> None:
 
 
 def test_the_banner_s_commands_work_as_they_stand(mesh: Mesh) -> None:
-    embedding, grpc, rerank = banner_commands(mesh)
+    embedding, grpc, rerank, create, store, find = banner_commands(mesh)
     vector = json.loads(shell(embedding))["data"][0]["embedding"]
     over_grpc = json.loads(shell(grpc))
     assert len(vector) == over_grpc["dense"]["shape"][1] == 384
@@ -91,6 +91,10 @@ def test_the_banner_s_commands_work_as_they_stand(mesh: Mesh) -> None:
     assert phases == ["encode.tokenize", "encode.queue", "encode.forward", "encode.pool"]
     best = json.loads(shell(rerank))["results"][0]
     assert best["index"] == 1
+    spec = json.loads(shell(create))["collection"]["spec"]
+    assert spec["model"] == "colbert"  # the late-interaction model, not the first with token vectors
+    assert json.loads(shell(store))["stored"] == 1
+    assert [hit["id"] for hit in json.loads(shell(find))["hits"]] == ["a"]
 
 
 def test_grpcurl_lists_describes_and_checks_health(mesh: Mesh) -> None:
@@ -147,7 +151,7 @@ def test_demo(mesh: Mesh) -> None:
 def test_ctrl_c_drains_and_leaves_nothing() -> None:
     with running_mesh() as mesh:
         pids = descendants(mesh.process.pid)
-        assert len(pids) > 5  # two roles, Ray's processes, the worker
+        assert len(pids) > 5  # the roles, Ray's processes, the worker
         with httpx.Client(base_url=mesh.rest) as http:
             body = {"model": "all-MiniLM-L6-v2", "input": [f"{n} " + "word " * 200 for n in range(96)]}
             import threading
@@ -172,18 +176,25 @@ def test_ctrl_c_drains_and_leaves_nothing() -> None:
         assert statuses == [200]  # what was in flight was answered
         gone(mesh, pids)
         left = sorted(path.name for path in mesh.runtime_dir.iterdir())
-        assert set(left) <= {"up.lock", "encoder.json", "gateway.json"}, left
+        reports = ("gateway", "retrieval", "encoder", "scorer-0", "scorer-1")
+        assert set(left) <= {"up.lock", *(f"{name}.json" for name in reports)}, left
         assert "stopped" in mesh.output
 
 
 def test_ctrl_c_under_a_launcher_exits_0(tmp_path: Path) -> None:
     """As under `make run`: the launcher shares the terminal, and outlives Ctrl-C to report our status."""
-    ports = " ".join(f"--set {role}.{name}=0" for role in ("gateway", "encoder") for name in ("port", "admin_port"))
+    roles = ("gateway", "encoder", "retrieval", "scorer")
+    ports = " ".join(f"--set {role}.{name}=0" for role in roles for name in ("port", "admin_port"))
+    folders = ["--runtime-dir", str(tmp_path), "--data-dir", str(tmp_path / "data")]
     # Ray's sockets need a short path, which pytest's folders don't have; without Ray it doesn't matter.
-    up = shlex.join([*CLI, "up", "--no-ray", "--runtime-dir", str(tmp_path)]) + f" {ports}"
+    up = shlex.join([*CLI, "up", "--no-ray", *folders]) + f" {ports}"
     launcher = f"sh -c {shlex.quote(up + '; echo the status is $?')}"
     process = subprocess.Popen(
-        ["script", "-qefc", launcher, "/dev/null"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        ["script", "-qefc", launcher, "/dev/null"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -219,7 +230,8 @@ def test_a_taken_port_is_named_before_anything_loads(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         began = time.monotonic()
-        out = cli("up", "--runtime-dir", str(tmp_path), "--port", str(port), status=EXIT_CONFIG)
+        folders = ("--runtime-dir", str(tmp_path), "--data-dir", str(tmp_path / "data"))
+        out = cli("up", *folders, "--port", str(port), status=EXIT_CONFIG)
     assert f"gateway.port: 127.0.0.1:{port}" in out
     assert time.monotonic() - began < 20
 
@@ -242,5 +254,16 @@ def test_a_wrong_start_ends_with_the_reason(arguments: list[str], said: str) -> 
 
 def test_help_has_examples() -> None:
     assert "make" not in cli("--help")
-    for command in ("up", "encoder", "gateway", "embed", "rerank", "config"):
+    for command in (
+        "up",
+        "encoder",
+        "gateway",
+        "retrieval",
+        "scorer",
+        "embed",
+        "rerank",
+        "index",
+        "search",
+        "config",
+    ):
         assert "Example" in cli(command, "--help")

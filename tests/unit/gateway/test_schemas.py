@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from pydantic import BaseModel, ValidationError
 
 from phasemesh.errors import InvalidArgument
+from phasemesh.gateway.dialects.native import read, schema
 from phasemesh.gateway.dialects.openai.routes import parse_embeddings
 from phasemesh.gateway.dialects.openai.schema import EmbeddingsRequest
 from phasemesh.gateway.dialects.rerank.routes import parse_rerank
@@ -72,3 +73,94 @@ def test_rerank(body: dict[str, Any]) -> None:
 def test_both_say_yes_sometimes(body: dict[str, Any]) -> None:
     assert accepted(lambda: parse_embeddings(body, max_inputs=1))
     assert accepted(lambda: EmbeddingsRequest.model_validate(body, strict=True))
+
+
+VECTORS = st.lists(
+    st.lists(st.integers(-3, 3) | st.floats(-1, 1), min_size=2, max_size=2), min_size=1, max_size=2
+)
+VERSION = st.fixed_dictionaries({"incarnation": st.just("i"), "number": st.integers(0, 9)})
+READ = st.fixed_dictionaries({}, optional={"at_version": VERSION | SCALARS, "min_version": VERSION})
+FILTER = st.fixed_dictionaries(
+    {"equals": st.fixed_dictionaries({"field": st.just("f"), "value": ITEMS}) | SCALARS}
+)
+PROJECTION = st.fixed_dictionaries(
+    {},
+    optional={
+        "text": SCALARS,
+        "fields": st.lists(st.just("*") | SCALARS, max_size=2),
+        "encoding": st.sampled_from(["float16", "numbers", None]),
+    },
+)
+DOCUMENT = st.fixed_dictionaries(
+    {"id": st.just("a") | SCALARS},
+    optional={
+        "text": SCALARS,
+        "token_vectors": VECTORS | ANY | st.fixed_dictionaries({"vectors": VECTORS}),
+        "fields": st.dictionaries(st.just("f"), ITEMS),
+        "dense_vector": st.lists(st.floats(-1, 1), max_size=2) | SCALARS,
+        "txt": st.just("x"),
+    },
+)
+NATIVE: list[tuple[type[BaseModel], Callable[[dict[str, Any]], object], dict[str, st.SearchStrategy[Any]]]] = [
+    (
+        schema.SearchRequest,
+        lambda body: read.read_search(body, "c"),
+        {
+            "query": st.just("q") | st.fixed_dictionaries({"vectors": VECTORS | ANY}),
+            "k": st.integers(-1, 3),
+            "filter": FILTER,
+            "projection": PROJECTION,
+            "version": READ,
+            "candidates": st.sampled_from(["dense", "DENSE"]),
+            "allow_partial": SCALARS,
+            "filtr": FILTER,
+        },
+    ),
+    (
+        schema.CollectionSpec,
+        read.read_create,
+        {
+            "name": st.just("c"),
+            "model": st.just("m"),
+            "token_dimension": st.integers(-1, 3),
+            "codec": st.sampled_from(["int8", "int4", "INT8", "unspecified"]),
+            "fields": st.lists(
+                st.fixed_dictionaries({"name": st.just("f"), "type": st.sampled_from(["bool", "blob"])}),
+                max_size=2,
+            ),
+            "normalize": st.sampled_from(["auto", "always"]),
+        },
+    ),
+    (schema.GetRequest, lambda body: read.read_get(body, "c", max_ids=9), {
+        "ids": st.lists(st.just("a")), "projection": PROJECTION, "version": READ}),
+    (schema.CountRequest, lambda body: read.read_count(body, "c"), {"filter": FILTER, "version": READ}),
+    (schema.DeleteRequest, lambda body: read.read_delete(body, "c", max_ids=9), {
+        "ids": st.lists(st.just("a")), "filter": FILTER}),
+    (schema.UpsertRequest, lambda body: without_faults(read.read_upsert(body, "c", max_documents=9)), {
+        "documents": st.lists(DOCUMENT, max_size=2),
+        "priority": st.sampled_from(["bulk", "high"]),
+        "truncation": st.fixed_dictionaries({"enabled": SCALARS}, optional={"max_tokens": SCALARS})}),
+]  # fmt: skip
+
+
+def without_faults(call: read.UpsertCall) -> None:
+    for fault in call.faults.values():
+        raise fault
+
+
+@pytest.mark.parametrize("case", NATIVE, ids=[case[0].__name__ for case in NATIVE])
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_native(
+    case: tuple[type[BaseModel], Callable[[dict[str, Any]], object], dict[str, st.SearchStrategy[Any]]],
+    data: st.DataObject,
+) -> None:
+    model, parse, fields = case
+    body = data.draw(bodies(fields))
+    # The document can't say "one of the two", nor that rows are of one length: what is read is documented,
+    # and the other way round where the model states it all.
+    read_here = accepted(lambda: parse(body))
+    documented = accepted(lambda: model.model_validate(body, strict=True))
+    assert documented or not read_here, body
+    if model is schema.CollectionSpec:
+        assert read_here == documented, body

@@ -1,0 +1,60 @@
+"""Runs one scorer in this process: segments of its own cache folder, searched exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from phasemesh.cli.grpc_role import GrpcRole, serve_role
+from phasemesh.cli.process import configure_process
+from phasemesh.config.settings import Settings, SettingsError
+from phasemesh.scorer.service import ScorerRuntime, ScorerStartError
+from phasemesh.telemetry.metrics import Metrics
+from phasemesh.telemetry.tracing import shutdown_tracing
+from phasemesh.v1.scorer_pb2_grpc import add_ScorerServiceServicer_to_server
+
+ROLE = "scorer"
+SERVICE = "phasemesh.v1.ScorerService"
+
+
+def cache_folder(settings: Settings, name: str) -> Path:
+    """Where the scorer `name` keeps its segments: the settings' folder, else its own in the data root."""
+    return settings.scorer.cache_dir or settings.data_dir / "cache" / name
+
+
+def run_scorer(settings: Settings, *, name: str = ROLE, exit_with_parent: bool = False) -> None:
+    """Serve until SIGTERM, SIGINT or, on request, the parent's death; then drain.
+
+    Args:
+        settings: of all roles.
+        name: of this scorer among those of its machine; names its report and its cache folder.
+        exit_with_parent: end with the parent.
+
+    Raises:
+        SettingsError: the cache folder can't be used.
+        BindError: a port can't be had.
+    """
+    configure_process(settings, ROLE)
+    settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        asyncio.run(_serve(settings, name, exit_with_parent))
+    except ScorerStartError as error:
+        raise SettingsError(str(error)) from error
+    finally:
+        shutdown_tracing()
+
+
+async def _serve(settings: Settings, name: str, exit_with_parent: bool) -> None:
+    metrics = Metrics()
+
+    def runtime() -> ScorerRuntime:
+        return ScorerRuntime(
+            settings.scorer,
+            settings.data_dir,
+            cache_folder(settings, name),
+            metrics,
+            max_message_bytes=settings.rpc.max_message_bytes,
+        )
+
+    role = GrpcRole(ROLE, name, SERVICE, add_ScorerServiceServicer_to_server, settings.scorer)
+    await serve_role(settings, role, metrics, runtime, exit_with_parent=exit_with_parent)

@@ -1,0 +1,1 @@
+"""The native dialect: collections of documents, and late-interaction search over them."""
