@@ -178,12 +178,18 @@ def test_ctrl_c_drains_and_leaves_nothing() -> None:
 
 def test_ctrl_c_under_a_launcher_exits_0(tmp_path: Path) -> None:
     """As under `make run`: the launcher shares the terminal, and outlives Ctrl-C to report our status."""
-    ports = " ".join(f"--set {role}.{name}=0" for role in ("gateway", "encoder") for name in ("port", "admin_port"))
+    ports = " ".join(
+        f"--set {role}.{name}=0" for role in ("gateway", "encoder") for name in ("port", "admin_port")
+    )
     # Ray's sockets need a short path, which pytest's folders don't have; without Ray it doesn't matter.
     up = shlex.join([*CLI, "up", "--no-ray", "--runtime-dir", str(tmp_path)]) + f" {ports}"
     launcher = f"sh -c {shlex.quote(up + '; echo the status is $?')}"
     process = subprocess.Popen(
-        ["script", "-qefc", launcher, "/dev/null"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        ["script", "-qefc", launcher, "/dev/null"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     assert process.stdin is not None
     assert process.stdout is not None
