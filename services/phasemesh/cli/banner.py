@@ -15,6 +15,8 @@ from rich.console import Console
 
 from phasemesh.cli.report import RoleReport, read_report
 from phasemesh.config.settings import Settings
+from phasemesh.errors import PhasemeshError
+from phasemesh.rpc.bind import authority
 from phasemesh.rpc.client import RpcClient
 from phasemesh.v1 import encoder_pb2 as pb
 from phasemesh.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -23,37 +25,55 @@ _POLL_S = 0.2
 
 
 async def announce(settings: Settings, console: Console) -> None:
-    """Wait until the gateway is ready, then print what there is and how to use it."""
+    """Wait until the gateway is ready, then print what there is and how to use it.
+
+    What goes wrong here is only said: the roles run, whether or not their models could be listed.
+    """
     began = time.monotonic()
     loading = [model.name for model in settings.encoder.models]
     console.print(f"starting phasemesh; loading {', '.join(loading)}")
-    while (gateway := read_report(settings.runtime_dir, "gateway")) is None or not await _ready(gateway):
+    while (gateway := read_report(settings.runtime_dir, "gateway")) is None or not await _ready(
+        settings, gateway
+    ):
         await asyncio.sleep(_POLL_S)
     encoder = read_report(settings.runtime_dir, "encoder")
     assert encoder is not None  # the gateway is ready, so it has found one
     client = RpcClient(rpc=settings.rpc, key=settings.access.mesh_key())
+    models: list[pb.ModelInfo] = []
     try:
-        target = f"{settings.encoder.host}:{encoder.port}"
+        target = authority(settings.encoder.host, encoder.port)
         listed = await client.call(
             target, EncoderServiceStub, "ListModels", pb.ListModelsRequest(), timeout_s=10
+        )
+        models = list(listed.models)
+    except PhasemeshError as error:
+        console.print(
+            f"the models can't be listed: {error.message}", style="red", markup=False, soft_wrap=True
         )
     finally:
         await client.close()
     seconds = time.monotonic() - began
-    console.print(
-        banner(settings, gateway, encoder, list(listed.models), seconds), markup=False, soft_wrap=True
-    )
+    console.print(banner(settings, gateway, encoder, models, seconds), markup=False, soft_wrap=True)
 
 
-async def _ready(gateway: RoleReport) -> bool:
+async def _ready(settings: Settings, gateway: RoleReport) -> bool:
+    # A wildcard address can't be called; the loopback is part of it.
+    host = settings.gateway.admin_host
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 -- compared, not bound
+    url = f"http://{authority(host, gateway.admin_port)}/readyz"
+
     def probe() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{gateway.admin_port}/readyz", timeout=1) as reply:
+            with urllib.request.urlopen(url, timeout=1) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False
 
     return await asyncio.to_thread(probe)
+
+
+def _admin(role: str, host: str, port: int) -> str:
+    return f"{role} http://{authority(host, port)}"
 
 
 def grpcurl_command() -> str:
@@ -68,8 +88,8 @@ def banner(
     settings: Settings, gateway: RoleReport, encoder: RoleReport, models: list[pb.ModelInfo], seconds: float
 ) -> str:
     """The text; commands in it work as they stand."""
-    rest = f"http://{settings.gateway.host}:{gateway.port}"
-    grpc = f"{settings.encoder.host}:{encoder.port}"
+    rest = f"http://{authority(settings.gateway.host, gateway.port)}"
+    grpc = authority(settings.encoder.host, encoder.port)
     key = "" if not settings.access.keys else " -H 'Authorization: Bearer KEY'"
     embedder = next((model for model in models if pb.TASK_EMBED in model.tasks), None)
     scorer = next((model for model in models if pb.TASK_SCORE in model.tasks), None)
@@ -79,8 +99,8 @@ def banner(
         "",
         f"  REST    {rest}  (API page: {rest}/docs)",
         f"  gRPC    {grpc}  phasemesh.v1.EncoderService",
-        f"  admin   gateway http://{settings.gateway.admin_host}:{gateway.admin_port}"
-        f"   encoder http://{settings.encoder.admin_host}:{encoder.admin_port}   (/livez /readyz /metrics)",
+        f"  admin   {_admin('gateway', settings.gateway.admin_host, gateway.admin_port)}"
+        f"   {_admin('encoder', settings.encoder.admin_host, encoder.admin_port)}  (/livez /readyz /metrics)",
         "",
     ]
     for model in models:

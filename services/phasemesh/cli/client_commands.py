@@ -17,6 +17,7 @@ from rich.table import Table
 from phasemesh.cli.options import ConfigOption, RuntimeDirOption, settings_from
 from phasemesh.cli.report import read_report
 from phasemesh.config.settings import Settings, SettingsError
+from phasemesh.rpc.bind import authority
 from phasemesh.rpc.client import RpcClient
 from phasemesh.rpc.codec import decode_tensor
 from phasemesh.v1 import common_pb2 as common
@@ -59,7 +60,7 @@ def encoder_target(settings: Settings, target: str | None) -> str:
             f"no encoder has reported in {settings.runtime_dir}; start one with `phasemesh up`, "
             "or name one with --target HOST:PORT"
         )
-    return f"{settings.encoder.host}:{report.port}"
+    return authority(settings.encoder.host, report.port)
 
 
 def call_once(
@@ -251,5 +252,5 @@ def demo(
     settings = settings_from(config, runtime_dir=runtime_dir)
     address = encoder_target(settings, target)
     if gateway is None and (report := read_report(settings.runtime_dir, "gateway")) is not None:
-        gateway = f"http://{settings.gateway.host}:{report.port}"
+        gateway = f"http://{authority(settings.gateway.host, report.port)}"
     asyncio.run(run_demo(settings, address, gateway, model))

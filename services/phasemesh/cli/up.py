@@ -24,6 +24,7 @@ from phasemesh.cli.foreground import terminal_to_ourselves
 from phasemesh.cli.report import read_report, report_path
 from phasemesh.cli.supervisor import PrefixedOutput, RoleProcess, supervise
 from phasemesh.config.settings import ENV_PREFIX, ServerSettings, Settings, SettingsError, dump
+from phasemesh.rpc.bind import authority
 
 logger = logging.getLogger(__name__)
 
@@ -137,14 +138,24 @@ async def _run(settings: Settings, file: Path, console: Console) -> None:
             while after is not None and read_report(runtime_dir, after) is None:
                 await asyncio.sleep(_POLL_S)
 
+        def has_reported(pid: int) -> bool:
+            report = read_report(runtime_dir, name)
+            return report is not None and report.pid == pid
+
         return RoleProcess(
-            name, command, write_line=output, environment=environment, wait_until=listens, drain_s=drain_s
+            name,
+            command,
+            listens=has_reported,
+            write_line=output,
+            environment=environment,
+            wait_until=listens,
+            drain_s=drain_s,
         )
 
     def encoder_target() -> list[str]:
         report = read_report(runtime_dir, "encoder")
         assert report is not None  # the gateway waits for it
-        return ["--set", f"gateway.encoders=['{settings.encoder.host}:{report.port}']"]
+        return ["--set", f"gateway.encoders=['{authority(settings.encoder.host, report.port)}']"]
 
     roles = [role("gateway", encoder_target, after="encoder"), role("encoder")]
     stop = asyncio.Event()

@@ -22,6 +22,9 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
+from pydantic_settings import (
+    SettingsError as SourceError,
+)
 
 ENV_PREFIX = "PHASEMESH_"
 
@@ -271,6 +274,8 @@ def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = No
     sources: dict[str, Any] = {**_nest(flags or {}), "file_": _read(file) if file else {}}
     try:
         return Settings(**sources)
+    except SourceError as error:
+        raise SettingsError(f"environment: {error}; lists and sections have to be JSON") from None
     except ValidationError as error:
         faults = [
             f"{'.'.join(str(part) for part in fault['loc']) or 'settings'}: {_words(fault)}"
@@ -307,7 +312,12 @@ def _nest(flags: Mapping[str, Any]) -> dict[str, Any]:
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[leaf] = yaml.safe_load(value) if isinstance(value, str) else value
+            if not isinstance(node, dict):
+                raise SettingsError(f"{name}: {section} was given as a whole as well; give one or the other")
+        try:
+            node[leaf] = yaml.safe_load(value) if isinstance(value, str) else value
+        except yaml.YAMLError:
+            raise SettingsError(f"{name}: {value!r} isn't YAML; quote it, e.g. '[a, b]'") from None
     return tree
 
 

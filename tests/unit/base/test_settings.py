@@ -53,6 +53,16 @@ def test_every_fault_is_named_at_once() -> None:
     assert {line.split(":")[0] for line in str(caught.value).splitlines()} == {"encoder.port", "gateway.port"}
 
 
+def test_a_text_that_is_no_list_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=r"gateway\.encoders: '\['"):
+        load_settings(None, {"gateway.encoders": "["})
+    with pytest.raises(SettingsError, match=r"encoder\.port: encoder was given as a whole"):
+        load_settings(None, {"encoder": "2", "encoder.port": "1"})
+    monkeypatch.setenv("PHASEMESH_GATEWAY__ENCODERS", "host:1")
+    with pytest.raises(SettingsError, match=r"environment: .*encoders|environment: .*gateway"):
+        load_settings()
+
+
 @pytest.mark.parametrize("name", ["PHASEMESH_ENCODR__PORT", "PHASEMESH_ENCODER__PRT"])
 def test_misspelt_environment_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
