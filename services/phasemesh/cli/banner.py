@@ -18,6 +18,7 @@ from phasemesh.config.settings import Settings
 from phasemesh.errors import PhasemeshError
 from phasemesh.rpc.bind import authority
 from phasemesh.rpc.client import RpcClient
+from phasemesh.v1 import common_pb2 as common
 from phasemesh.v1 import encoder_pb2 as pb
 from phasemesh.v1.encoder_pb2_grpc import EncoderServiceStub
 
@@ -92,7 +93,10 @@ def banner(
     grpc = authority(settings.encoder.host, encoder.port)
     key = "" if not settings.access.keys else " -H 'Authorization: Bearer KEY'"
     embedder = next((model for model in models if pb.TASK_EMBED in model.tasks), None)
-    scorer = next((model for model in models if pb.TASK_SCORE in model.tasks), None)
+    scorers = [model for model in models if pb.TASK_SCORE in model.tasks]
+    # A cross-encoder is what reranks best, where there is one.
+    scorers.sort(key=lambda model: common.SCORE_TYPE_CROSS_ENCODER not in model.score_types)
+    scorer = scorers[0] if scorers else None
     lines = [
         "",
         f"phasemesh is ready ({seconds:.1f} s)",

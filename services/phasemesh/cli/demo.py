@@ -55,23 +55,25 @@ def queries() -> list[tuple[str, set[str]]]:
     return [(row["query"], set(row["relevant"])) for row in rows]
 
 
-async def run_demo(settings: Settings, target: str, gateway: str | None, model: str) -> None:
+async def run_demo(settings: Settings, key: str | None, target: str, gateway: str | None, model: str) -> None:
     """Run the demo and print its results.
 
     Args:
-        settings: for the limits and the key of calls.
+        settings: for the limits of calls.
+        key: sent with them; None takes the mesh key of the settings.
         target: the encoder service.
         gateway: base URL of the gateway; None leaves the REST part out, saying so.
         model: an embedder; "" for the first that is served.
     """
-    client = RpcClient(rpc=settings.rpc, key=settings.access.mesh_key())
+    key = key or settings.access.mesh_key()
+    client = RpcClient(rpc=settings.rpc, key=key)
     try:
-        await _run(client, settings, target, gateway, model)
+        await _run(client, key, target, gateway, model)
     finally:
         await client.close()
 
 
-async def _run(client: RpcClient, settings: Settings, target: str, gateway: str | None, model: str) -> None:
+async def _run(client: RpcClient, key: str | None, target: str, gateway: str | None, model: str) -> None:
     console = Console(highlight=False)
     embedder = await _embedder(client, target, model)
     texts = passages()
@@ -106,7 +108,7 @@ async def _run(client: RpcClient, settings: Settings, target: str, gateway: str 
         if gateway is None:
             ranked, timing = await _rerank_grpc(client, target, embedder.name, query, candidates)
         else:
-            ranked, timing = _rerank_rest(gateway, settings, embedder.name, query, candidates)
+            ranked, timing = _rerank_rest(gateway, key, embedder.name, query, candidates)
         for score, passage in ranked[:3]:
             table.add_row(f"{score:.3f}", f"[bold]{passage.title}[/] {passage.text[:90]}…")
         console.print(table)
@@ -173,11 +175,11 @@ async def _rerank_grpc(
 
 
 def _rerank_rest(
-    gateway: str, settings: Settings, model: str, query: str, candidates: list[Passage]
+    gateway: str, key: str | None, model: str, query: str, candidates: list[Passage]
 ) -> tuple[list[tuple[float, Passage]], str]:
     body = {"model": model, "query": query, "documents": [passage.text for passage in candidates]}
     headers = {"Content-Type": "application/json"}
-    if (key := settings.access.mesh_key()) is not None:
+    if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(  # noqa: S310 -- the URL is the user's own
         f"{gateway}/v1/rerank", data=json.dumps(body).encode(), headers=headers

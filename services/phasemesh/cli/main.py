@@ -94,7 +94,8 @@ def up(
             )
         encoder = settings.encoder.model_copy(update={"models": (demo,)})
         settings = settings.model_copy(update={"encoder": encoder})
-    run_up(_printed(settings), console)
+    if not run_up(_printed(settings), console):
+        raise typer.Exit(130)
 
 
 @app.command()
@@ -207,7 +208,10 @@ def main() -> None:
     except (SettingsError, PoolStartError, EncoderStartError) as error:
         _complain(str(error))
         status = EXIT_CONFIG
-    except (MeshFailed, BindError) as error:
+    except MeshFailed as error:
+        _complain(str(error))
+        status = error.status
+    except BindError as error:
         _complain(str(error))
         status = 1
     except PhasemeshError as error:

@@ -26,7 +26,15 @@ EXIT_CONFIG = 78
 
 
 class MeshFailed(Exception):
-    """A role can't be kept running; the message says which and why."""
+    """A role can't be kept running; the message says which and why.
+
+    Attributes:
+        status: exit status for the supervisor.
+    """
+
+    def __init__(self, message: str, *, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +142,10 @@ class RoleProcess:
             process = self._process
             assert process is not None  # it has just ended
             if status == EXIT_CONFIG:
-                raise MeshFailed(f"{self.role}: the configuration is wrong; its last lines above say how")
+                raise MeshFailed(
+                    f"{self.role}: the configuration is wrong; its last lines above say how",
+                    status=EXIT_CONFIG,
+                )
             pause = self._crashes.pause_s(lived_s=self._now() - began, listened=self._listens(process.pid))
             if pause is None:
                 raise MeshFailed(

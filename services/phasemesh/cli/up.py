@@ -21,16 +21,20 @@ from rich.console import Console
 
 from phasemesh.cli.banner import announce
 from phasemesh.cli.foreground import terminal_to_ourselves
+from phasemesh.cli.process import SETTINGS_FILE, sweep_ray
 from phasemesh.cli.report import read_report, report_path
 from phasemesh.cli.supervisor import PrefixedOutput, RoleProcess, supervise
 from phasemesh.config.settings import ENV_PREFIX, ServerSettings, Settings, SettingsError, dump
 from phasemesh.rpc.bind import authority
+from phasemesh.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
 #: Drain order: what takes requests first.
 ROLES = ("gateway", "encoder")
 _POLL_S = 0.1
+#: A second Ctrl-C within this time after the first is the same one, seconds.
+_IMPATIENT_AFTER_S = 1.0
 
 
 @contextmanager
@@ -56,8 +60,8 @@ def runtime_lock(runtime_dir: Path) -> Iterator[None]:
         yield
 
 
-def run_up(settings: Settings, console: Console) -> None:
-    """Run the mesh until SIGTERM or SIGINT, then drain it.
+def run_up(settings: Settings, console: Console) -> bool:
+    """Run the mesh until SIGTERM or SIGINT, then drain it; False if the drain was cut short.
 
     Raises:
         MeshFailed: a role can't be kept running.
@@ -70,15 +74,20 @@ def run_up(settings: Settings, console: Console) -> None:
             report_path(runtime_dir, role).unlink(missing_ok=True)
         # The roles read the settings in force from a file and nothing from the environment, so that they
         # can't come to other settings than these. Keys may be among them: the folder is its owner's alone.
-        file = runtime_dir / "settings.yaml"
+        file = runtime_dir / SETTINGS_FILE
         file.unlink(missing_ok=True)
         file.touch(mode=0o600)
         file.write_text(dump(_for_this_terminal(settings)))
+        configure_logging(role="up", level=settings.log.level, style=settings.log.format)
         try:
             with terminal_to_ourselves():
-                asyncio.run(_run(settings, file, console))
+                drained = asyncio.run(_run(settings, file, console))
         finally:
             file.unlink(missing_ok=True)
+            for role in ROLES:
+                report_path(runtime_dir, role).unlink(missing_ok=True)
+            sweep_ray(runtime_dir)
+        return drained
 
 
 def _for_this_terminal(settings: Settings) -> Settings:
@@ -109,7 +118,7 @@ def _check_ports(settings: Settings) -> None:
                 ) from None
 
 
-async def _run(settings: Settings, file: Path, console: Console) -> None:
+async def _run(settings: Settings, file: Path, console: Console) -> bool:
     runtime_dir = settings.runtime_dir
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     output = PrefixedOutput(ROLES)
@@ -159,17 +168,31 @@ async def _run(settings: Settings, file: Path, console: Console) -> None:
 
     roles = [role("gateway", encoder_target, after="encoder"), role("encoder")]
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    asked_s = 0.0
+    killed = False
 
-    def on_signal() -> None:
-        if stop.is_set():
+    def on_interrupt() -> None:
+        # Only a second Ctrl-C kills, and not in the same breath: wrappers send a signal to the process and to
+        # its group, so that one request to stop arrives twice.
+        nonlocal killed
+        if not stop.is_set():
+            on_terminate()
+        elif loop.time() - asked_s > _IMPATIENT_AFTER_S:
+            killed = True
+            console.print("[bold]killing[/]")
             for process in roles:
                 process.kill()
-        else:
-            console.print("[bold]draining[/] (once more to kill)")
+
+    def on_terminate() -> None:
+        nonlocal asked_s
+        if not stop.is_set():
+            console.print("[bold]draining[/] (Ctrl-C once more to kill)")
+            asked_s = loop.time()
             stop.set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    loop.add_signal_handler(signal.SIGTERM, on_terminate)
     await supervise(roles, stop, lambda: announce(settings, console))
-    console.print("stopped")
+    console.print("killed" if killed else "stopped")
+    return not killed

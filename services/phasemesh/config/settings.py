@@ -27,6 +27,8 @@ from pydantic_settings import (
 )
 
 ENV_PREFIX = "PHASEMESH_"
+#: Variables of that prefix that client commands read by themselves.
+CLIENT_VARIABLES = frozenset({"PHASEMESH_KEY"})
 
 
 class SettingsError(ValueError):
@@ -111,6 +113,12 @@ class AccessSettings(_Section):
 
     @model_validator(mode="after")
     def _needs_a_mesh_key(self) -> Self:
+        values = [key.key.get_secret_value() for key in self.keys]
+        for position, key in enumerate(self.keys):
+            if values.index(values[position]) != position:
+                raise ValueError(
+                    f"keys: {key.name} has the same key as {self.keys[values.index(values[position])].name}"
+                )
         if self.keys and not any(key.role == "mesh" for key in self.keys):
             raise ValueError("keys needs one with role: mesh, for the gateway's own calls")
         return self
@@ -216,7 +224,7 @@ class _CheckedEnv(EnvSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         known = set(self.settings_cls.model_fields)
-        for name in os.environ:
+        for name in set(os.environ) - CLIENT_VARIABLES:
             if name.startswith(ENV_PREFIX) and name[len(ENV_PREFIX) :].split("__")[0].lower() not in known:
                 raise SettingsError(
                     f"environment: {name} names no setting; the sections are {', '.join(sorted(known))}"
@@ -296,8 +304,15 @@ def _read(file: Path) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text())
     except OSError as error:
         raise SettingsError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{file}: not UTF-8 text") from None
     except yaml.YAMLError as error:
-        raise SettingsError(f"{file}: not YAML: {error}") from None
+        # Never str(error): it quotes the line, and keys stand in such lines.
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise SettingsError(
+            f"{file}: not YAML: {getattr(error, 'problem', None) or 'broken'}{where}"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -80,6 +80,27 @@ def test_wrong_file_is_named(tmp_path: Path, content: str, named: str) -> None:
         load_settings(file)
 
 
+def test_a_broken_file_does_not_show_its_lines(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text('access: {keys: [{name: a, key: "hush-hush-hush", role: mesh]}')
+    with pytest.raises(SettingsError, match=r"not YAML: .*line 1, column") as caught:
+        load_settings(file)
+    assert "hush" not in str(caught.value)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="not UTF-8"):
+        load_settings(file)
+
+
+def test_one_key_under_two_names_is_refused() -> None:
+    same = [
+        {"name": "mesh", "key": "long-secret-1", "role": "mesh"},
+        {"name": "team", "key": "long-secret-1"},
+    ]
+    with pytest.raises(SettingsError, match="team has the same key as mesh") as caught:
+        load_settings(None, {"access.keys": same})
+    assert "long-secret" not in str(caught.value)
+
+
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"nowhere\.yaml: No such file"):
         load_settings(tmp_path / "nowhere.yaml")
