@@ -43,7 +43,7 @@ protos-check: dev  ## Lint the protos and fail if their generated code is out of
 
 .PHONY: format
 format: dev  ## Format code and protos
-	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 	cd protos && ../$(BIN)/buf format -w .
 
 .PHONY: lint

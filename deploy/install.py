@@ -39,8 +39,10 @@ def main() -> int:
     options = parser.parse_args()
 
     have = torch_build()
-    if have != options.torch:
-        index = os.environ.get("TORCH_INDEX_URL")
+    index = os.environ.get("TORCH_INDEX_URL")
+    # A build of the other kind is only replaced where an index may have the one that was asked for: the
+    # ordinary one would give the same again, gigabytes of it.
+    if not have or (have != options.torch and index):
         again = ["--force-reinstall", "--no-deps"] if have else []
         pip("--progress-bar", "on", *again, *(["--index-url", index] if index else []), TORCH)
         have = torch_build()

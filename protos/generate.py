@@ -21,7 +21,12 @@ def generate(out: Path) -> None:
     """Write the Python modules and their stubs for every proto into `out`."""
     files = sorted(str(path.relative_to(SOURCES)) for path in (SOURCES / "phasemesh").rglob("*.proto"))
     flags = [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCES}", *flags, *files]
+    # Named by path, because the environment's programs need not be in PATH.
+    programs = Path(sys.executable).parent
+    plugins = [
+        f"--plugin=protoc-gen-{name}={programs / f'protoc-gen-{name}'}" for name in ("mypy", "mypy_grpc")
+    ]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{SOURCES}", *plugins, *flags, *files]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603 -- arguments are our own
 
 

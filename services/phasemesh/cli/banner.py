@@ -15,7 +15,9 @@ from pathlib import Path
 from rich.console import Console
 
 from phasemesh.cli.report import RoleReport, read_report
-from phasemesh.config.settings import Settings
+from phasemesh.config.settings import ServerSettings, Settings
+from phasemesh.errors import PhasemeshError
+from phasemesh.rpc.bind import authority
 from phasemesh.rpc.client import RpcClient
 from phasemesh.v1 import common_pb2 as common
 from phasemesh.v1 import encoder_pb2 as pb
@@ -27,6 +29,8 @@ _POLL_S = 0.2
 async def announce(settings: Settings, names: Sequence[str], console: Console) -> None:
     """Wait until the mesh is ready, then print what there is and how to use it.
 
+    What goes wrong here is only said: the roles run, whether or not their models could be listed.
+
     Args:
         settings: of the mesh.
         names: its processes.
@@ -37,30 +41,46 @@ async def announce(settings: Settings, names: Sequence[str], console: Console) -
     console.print(f"starting phasemesh; loading {', '.join(loading)}")
     # The gateway is ready with an encoder alone; collections need the others too.
     for name in names:
-        while (report := read_report(settings.runtime_dir, name)) is None or not await _ready(report):
+        server = _server(settings, name)
+        while not (report := read_report(settings.runtime_dir, name)) or not await _ready(server, report):
             await asyncio.sleep(_POLL_S)
     reports = {name: report for name in names if (report := read_report(settings.runtime_dir, name))}
     client = RpcClient(rpc=settings.rpc, key=settings.access.mesh_key())
+    models: list[pb.ModelInfo] = []
     try:
-        target = f"{settings.encoder.host}:{reports['encoder'].port}"
+        target = authority(settings.encoder.host, reports["encoder"].port)
         listed = await client.call(
             target, EncoderServiceStub, "ListModels", pb.ListModelsRequest(), timeout_s=10
+        )
+        models = list(listed.models)
+    except PhasemeshError as error:
+        console.print(
+            f"the models can't be listed: {error.message}", style="red", markup=False, soft_wrap=True
         )
     finally:
         await client.close()
     seconds = time.monotonic() - began
-    console.print(banner(settings, reports, list(listed.models), seconds), markup=False, soft_wrap=True)
+    console.print(banner(settings, reports, models, seconds), markup=False, soft_wrap=True)
 
 
-async def _ready(report: RoleReport) -> bool:
+async def _ready(server: ServerSettings, report: RoleReport) -> bool:
+    # A wildcard address can't be called; the loopback is part of it.
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.admin_host, server.admin_host)  # noqa: S104 -- compared
+    url = f"http://{authority(host, report.admin_port)}/readyz"
+
     def probe() -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{report.admin_port}/readyz", timeout=1) as reply:
+            with urllib.request.urlopen(url, timeout=1) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, OSError):
             return False
 
     return await asyncio.to_thread(probe)
+
+
+def _server(settings: Settings, name: str) -> ServerSettings:
+    server: ServerSettings = getattr(settings, "scorer" if name.startswith("scorer-") else name)
+    return server
 
 
 def grpcurl_command() -> str:
@@ -82,11 +102,14 @@ def banner(
         models: that are served.
         seconds: that the start took.
     """
-    rest = f"http://{settings.gateway.host}:{reports['gateway'].port}"
-    grpc = f"{settings.encoder.host}:{reports['encoder'].port}"
+    rest = f"http://{authority(settings.gateway.host, reports['gateway'].port)}"
+    grpc = authority(settings.encoder.host, reports["encoder"].port)
     key = "" if not settings.access.keys else " -H 'Authorization: Bearer KEY'"
     embedder = next((model for model in models if pb.TASK_EMBED in model.tasks), None)
-    scorer = next((model for model in models if pb.TASK_SCORE in model.tasks), None)
+    scorers = [model for model in models if pb.TASK_SCORE in model.tasks]
+    # A cross-encoder is what reranks best, where there is one.
+    scorers.sort(key=lambda model: common.SCORE_TYPE_CROSS_ENCODER not in model.score_types)
+    scorer = scorers[0] if scorers else None
     lines = ["", f"phasemesh is ready ({seconds:.1f} s)", "", *_addresses(settings, reports, rest, grpc), ""]
     for model in models:
         kinds = [pb.VectorKind.Name(kind).removeprefix("VECTOR_KIND_").lower() for kind in model.vector_kinds]
@@ -133,14 +156,13 @@ def _addresses(settings: Settings, reports: Mapping[str, RoleReport], rest: str,
         f"  REST    {rest}  (API page: {rest}/docs)",
         f"  gRPC    {grpc}  phasemesh.v1.EncoderService",
     ]
-    hosts = {"gateway": settings.gateway, "encoder": settings.encoder, "retrieval": settings.retrieval}
     admin = []
     for name, report in reports.items():
-        server = hosts.get(name, settings.scorer)
+        server = _server(settings, name)
         if name not in ("gateway", "encoder"):
             service = "RetrievalService" if name == "retrieval" else "ScorerService"
-            lines.append(f"          {server.host}:{report.port}  phasemesh.v1.{service} ({name})")
-        admin.append(f"{name} http://{server.admin_host}:{report.admin_port}")
+            lines.append(f"          {authority(server.host, report.port)}  phasemesh.v1.{service} ({name})")
+        admin.append(f"{name} http://{authority(server.admin_host, report.admin_port)}")
     lines.append(f"  admin   {'   '.join(admin)}   (/livez /readyz /metrics)")
     if "retrieval" in reports:
         lines.append(f"  data    {settings.data_dir}")

@@ -17,6 +17,8 @@ from rich.table import Table
 from phasemesh.cli.options import ConfigOption, RuntimeDirOption, settings_from
 from phasemesh.cli.report import read_report
 from phasemesh.config.settings import Settings, SettingsError
+from phasemesh.errors import Unauthenticated, Unavailable
+from phasemesh.rpc.bind import authority
 from phasemesh.rpc.client import RpcClient
 from phasemesh.rpc.codec import decode_tensor
 from phasemesh.v1 import common_pb2 as common
@@ -34,6 +36,15 @@ TargetOption = Annotated[
 ]  # fmt: skip
 ModelNameOption = Annotated[
     str, typer.Option("--model", "-m", help="Model or alias; may be left out where only one is served.")
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        envvar="PHASEMESH_KEY",
+        help="API key; default: the mesh key of --config.",
+        show_default=False,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 TimeoutOption = Annotated[float, typer.Option("--timeout", help="Deadline in seconds.")]
@@ -61,18 +72,35 @@ def encoder_target(settings: Settings, target: str | None) -> str:
             f"no encoder has reported in {settings.runtime_dir}; start one with `phasemesh up`, "
             "or name one with --target HOST:PORT"
         )
-    return f"{settings.encoder.host}:{report.port}"
+    return authority(settings.encoder.host, report.port)
 
 
 def call_once(
-    settings: Settings, target: str, method: str, request: Message, kind: type[T], timeout_s: float
+    settings: Settings,
+    key: str | None,
+    target: str,
+    method: str,
+    request: Message,
+    kind: type[T],
+    timeout_s: float,
 ) -> T:
-    """One call to an encoder; `kind` is the type of its reply."""
+    """One call to an encoder; `kind` is the type of its reply, `key` None takes the mesh key of the settings.
+
+    Raises:
+        PhasemeshError: what the encoder answered, or that it can't be reached.
+    """
 
     async def run() -> T:
-        client = RpcClient(rpc=settings.rpc, key=settings.access.mesh_key())
+        client = RpcClient(rpc=settings.rpc, key=key or settings.access.mesh_key())
         try:
             reply = await client.call(target, EncoderServiceStub, method, request, timeout_s=timeout_s)
+        except Unavailable as error:
+            raise Unavailable(f"{target}: {error.message}; does it run there?", reason=error.reason) from None
+        except Unauthenticated as error:
+            raise Unauthenticated(
+                f"{target} needs a key: give --key, PHASEMESH_KEY, or the mesh's --config",
+                reason=error.reason,
+            ) from None
         finally:
             await client.close()
         assert isinstance(reply, kind)
@@ -98,19 +126,22 @@ def _texts(arguments: Sequence[str] | None, file: Path | None) -> list[str]:
 def models(
     target: TargetOption = None,
     as_json: JsonOption = False,
+    key: KeyOption = None,
     config: ConfigOption = None,
     runtime_dir: RuntimeDirOption = None,
 ) -> None:
     """List the models that an encoder serves."""
     settings = settings_from(config, runtime_dir=runtime_dir)
     address = encoder_target(settings, target)
-    reply = call_once(settings, address, "ListModels", pb.ListModelsRequest(), pb.ListModelsResponse, 10)
+    reply = call_once(settings, key, address, "ListModels", pb.ListModelsRequest(), pb.ListModelsResponse, 10)
     if as_json:
         from google.protobuf.json_format import MessageToJson
 
         typer.echo(MessageToJson(reply))
         return
-    table = Table("model", "architecture", "vectors", "scores", "max tokens", "dtype", "state", "recipe")
+    table = Table("model", "vectors", "scores", "tokens", "dtype", "state", "recipe")
+    # A name that is cut can't be copied.
+    table.columns[0].no_wrap = True
     for model in reply.models:
         vectors = ", ".join(
             pb.VectorKind.Name(kind).removeprefix("VECTOR_KIND_").lower() for kind in model.vector_kinds
@@ -120,12 +151,14 @@ def models(
         )
         state = pb.ModelState.Name(model.state).removeprefix("MODEL_STATE_").lower()
         table.add_row(
-            "\n".join([model.name, *model.aliases]), model.architecture,
+            "\n".join([model.name, *model.aliases]),
             f"{vectors} ({model.dense_dimension or model.token_dimension})" if vectors else "-",
             scores or "-",
-            str(model.max_tokens), model.dtype, f"{state} {model.ready_replicas}/{model.replicas}",
-            model.recipe_hash[:12],
-        )  # fmt: skip
+            str(model.max_tokens),
+            model.dtype,
+            f"{state} {model.ready_replicas}/{model.replicas}",
+            model.recipe_hash[:8],
+        )
     Console().print(table)
 
 
@@ -141,6 +174,7 @@ def embed(
     as_json: JsonOption = False,
     timeout_s: TimeoutOption = 60,
     target: TargetOption = None,
+    key: KeyOption = None,
     config: ConfigOption = None,
     runtime_dir: RuntimeDirOption = None,
 ) -> None:
@@ -172,7 +206,7 @@ def embed(
         kinds=[pb.VECTOR_KIND_DENSE],
         truncation=common.Truncation(enabled=truncate),
     )
-    reply = call_once(settings, address, "Embed", request, pb.EmbedResponse, timeout_s)
+    reply = call_once(settings, key, address, "Embed", request, pb.EmbedResponse, timeout_s)
     vectors = decode_tensor(reply.dense, field="dense")
     for item, vector in zip(reply.items, vectors, strict=True):
         if as_json:
@@ -203,6 +237,7 @@ def rerank(
     as_json: JsonOption = False,
     timeout_s: TimeoutOption = 60,
     target: TargetOption = None,
+    key: KeyOption = None,
     config: ConfigOption = None,
     runtime_dir: RuntimeDirOption = None,
 ) -> None:
@@ -223,7 +258,7 @@ def rerank(
         documents=[common.Input(text=text) for text in inputs],
         truncation=common.Truncation(enabled=True),
     )
-    reply = call_once(settings, address, "Score", request, pb.ScoreResponse, timeout_s)
+    reply = call_once(settings, key, address, "Score", request, pb.ScoreResponse, timeout_s)
     ranked = sorted(zip(reply.scores, range(len(inputs)), strict=True), key=lambda pair: (-pair[0], pair[1]))[
         :top
     ]
@@ -244,6 +279,7 @@ def demo(
         str | None,
         typer.Option(help="URL of the gateway; default: the one `up` started.", show_default=False),
     ] = None,
+    key: KeyOption = None,
     config: ConfigOption = None,
     runtime_dir: RuntimeDirOption = None,
 ) -> None:
@@ -253,5 +289,5 @@ def demo(
     settings = settings_from(config, runtime_dir=runtime_dir)
     address = encoder_target(settings, target)
     if gateway is None and (report := read_report(settings.runtime_dir, "gateway")) is not None:
-        gateway = f"http://{settings.gateway.host}:{report.port}"
-    asyncio.run(run_demo(settings, address, gateway, model))
+        gateway = f"http://{authority(settings.gateway.host, report.port)}"
+    asyncio.run(run_demo(settings, key, address, gateway, model))

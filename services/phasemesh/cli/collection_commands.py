@@ -18,13 +18,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from phasemesh.cli.banner import token_model
-from phasemesh.cli.client_commands import JsonOption, TimeoutOption, encoder_target, timing_line
+from phasemesh.cli.client_commands import JsonOption, KeyOption, TimeoutOption, encoder_target, timing_line
 from phasemesh.cli.collection_values import declared_fields, equality_filter
 from phasemesh.cli.corpus import PATH_FIELD, SourceDocument, batches, corpus_files, read_documents
 from phasemesh.cli.options import ConfigOption, RuntimeDirOption, settings_from
 from phasemesh.cli.report import read_report
 from phasemesh.config.settings import Settings, SettingsError
 from phasemesh.errors import NotFound
+from phasemesh.rpc.bind import authority
 from phasemesh.rpc.client import RpcClient
 from phasemesh.v1 import common_pb2 as common
 from phasemesh.v1 import encoder_pb2
@@ -108,7 +109,7 @@ def retrieval_target(settings: Settings, target: str | None) -> str:
             f"no retrieval service has reported in {settings.runtime_dir}; start one with `phasemesh up`, "
             "or name one with --target HOST:PORT"
         )
-    return f"{settings.retrieval.host}:{report.port}"
+    return authority(settings.retrieval.host, report.port)
 
 
 def index(
@@ -129,6 +130,7 @@ def index(
     ] = "",
     timeout_s: TimeoutOption = 600,
     target: RetrievalOption = None,
+    key: KeyOption = None,
     config: ConfigOption = None,
     runtime_dir: RuntimeDirOption = None,
 ) -> None:  # fmt: skip
@@ -151,7 +153,7 @@ def index(
         raise SettingsError("the files hold no text")
     address = retrieval_target(settings, target)
     console = Console(stderr=True, highlight=False)
-    done = asyncio.run(_index(settings, address, collection, model, documents, timeout_s, console))
+    done = asyncio.run(_index(settings, key, address, collection, model, documents, timeout_s, console))
     for failure in done.failures:
         console.print(f"refused: {failure}", style="red", markup=False, soft_wrap=True)
     if done.failed:
@@ -160,6 +162,7 @@ def index(
 
 async def _index(
     settings: Settings,
+    key: str | None,
     target: str,
     collection: str,
     model: str,
@@ -167,7 +170,7 @@ async def _index(
     timeout_s: float,
     console: Console,
 ) -> Indexed:
-    client = RpcClient(rpc=settings.rpc, key=settings.access.mesh_key())
+    client = RpcClient(rpc=settings.rpc, key=key or settings.access.mesh_key())
     done = Indexed()
     began = time.monotonic()
     try:
@@ -261,6 +264,7 @@ def search(
     as_json: JsonOption = False,
     timeout_s: TimeoutOption = 60,
     target: RetrievalOption = None,
+    key: KeyOption = None,
     config: ConfigOption = None,
     runtime_dir: RuntimeDirOption = None,
 ) -> None:  # fmt: skip
@@ -274,7 +278,7 @@ def search(
     """
     settings = settings_from(config, runtime_dir=runtime_dir)
     address = retrieval_target(settings, target)
-    reply = asyncio.run(_search(settings, address, collection, query, k, filter_, timeout_s))
+    reply = asyncio.run(_search(settings, key, address, collection, query, k, filter_, timeout_s))
     if as_json:
         for hit in reply.hits:
             line = {
@@ -300,6 +304,7 @@ def search(
 
 async def _search(
     settings: Settings,
+    key: str | None,
     target: str,
     collection: str,
     query: str,
@@ -307,7 +312,7 @@ async def _search(
     filter_: str | None,
     timeout_s: float,
 ) -> pb.SearchResponse:
-    client = RpcClient(rpc=settings.rpc, key=settings.access.mesh_key())
+    client = RpcClient(rpc=settings.rpc, key=key or settings.access.mesh_key())
     try:
         condition = None
         if filter_ is not None:

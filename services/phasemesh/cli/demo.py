@@ -25,23 +25,25 @@ _SHOWN_QUERIES = 3
 _CANDIDATES = 10
 
 
-async def run_demo(settings: Settings, target: str, gateway: str | None, model: str) -> None:
+async def run_demo(settings: Settings, key: str | None, target: str, gateway: str | None, model: str) -> None:
     """Run the demo and print its results.
 
     Args:
-        settings: for the limits and the key of calls.
+        settings: for the limits of calls.
+        key: sent with them; None takes the mesh key of the settings.
         target: the encoder service.
         gateway: base URL of the gateway; None leaves the REST part out, saying so.
         model: an embedder; "" for the first that is served.
     """
-    client = RpcClient(rpc=settings.rpc, key=settings.access.mesh_key())
+    key = key or settings.access.mesh_key()
+    client = RpcClient(rpc=settings.rpc, key=key)
     try:
-        await _run(client, settings, target, gateway, model)
+        await _run(client, key, target, gateway, model)
     finally:
         await client.close()
 
 
-async def _run(client: RpcClient, settings: Settings, target: str, gateway: str | None, model: str) -> None:
+async def _run(client: RpcClient, key: str | None, target: str, gateway: str | None, model: str) -> None:
     console = Console(highlight=False)
     embedder = await _embedder(client, target, model)
     texts = passages()
@@ -76,7 +78,7 @@ async def _run(client: RpcClient, settings: Settings, target: str, gateway: str 
         if gateway is None:
             ranked, timing = await _rerank_grpc(client, target, embedder.name, query, candidates)
         else:
-            ranked, timing = _rerank_rest(gateway, settings, embedder.name, query, candidates)
+            ranked, timing = _rerank_rest(gateway, key, embedder.name, query, candidates)
         for score, passage in ranked[:3]:
             table.add_row(f"{score:.3f}", f"[bold]{passage.title}[/] {passage.text[:90]}…")
         console.print(table)
@@ -84,13 +86,12 @@ async def _run(client: RpcClient, settings: Settings, target: str, gateway: str 
     where = f"REST ({gateway}/v1/rerank); the times are its Server-Timing header" if gateway else "gRPC"
     console.print(f"   over {where}\n", style="dim")
 
-    await _collections(client, settings, target, gateway, console)
+    await _collections(client, key, target, gateway, console)
 
 
 async def _collections(
-    client: RpcClient, settings: Settings, target: str, gateway: str | None, console: Console
+    client: RpcClient, key: str | None, target: str, gateway: str | None, console: Console
 ) -> None:
-    key = settings.access.mesh_key()
     listed = await client.call(target, EncoderServiceStub, "ListModels", pb.ListModelsRequest(), timeout_s=10)
     model = token_model(listed.models)
     if gateway is None or "retrieval" not in call_rest(gateway, "GET", "/health", key=key).body:
@@ -159,10 +160,10 @@ async def _rerank_grpc(
 
 
 def _rerank_rest(
-    gateway: str, settings: Settings, model: str, query: str, candidates: list[Passage]
+    gateway: str, key: str | None, model: str, query: str, candidates: list[Passage]
 ) -> tuple[list[tuple[float, Passage]], str]:
     body = {"model": model, "query": query, "documents": [passage.text for passage in candidates]}
-    answer = call_rest(gateway, "POST", "/v1/rerank", body, key=settings.access.mesh_key())
+    answer = call_rest(gateway, "POST", "/v1/rerank", body, key=key)
     if answer.status != 200:
         raise Unavailable(f"{gateway}/v1/rerank: {answer.status}: {answer.body.get('message', '')}")
     results = answer.body["results"]

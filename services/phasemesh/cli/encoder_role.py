@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import AsyncExitStack
+import signal
+import sys
+from contextlib import AsyncExitStack, ExitStack
 
-from phasemesh.cli.process import configure_process, cpus, stop_requested, tracing_settings
+from phasemesh.cli.process import configure_process, cpus, role_folder, stop_requested, tracing_settings
 from phasemesh.cli.report import RoleReport, write_report
 from phasemesh.config.settings import ModelSettings, Settings, SettingsError
 from phasemesh.encoder.service import EncoderRuntime
@@ -75,24 +77,23 @@ def run_encoder(settings: Settings, *, exit_with_parent: bool = False) -> None:
             "encoder.models: names no model; give --model [NAME=]SOURCE or set it in --config"
         )
     configure_process(settings, ROLE)
-    settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    cluster = None
-    if settings.encoder.ray:
-        # Before the event loop runs and before gRPC starts: Ray forks, and takes the signal handlers.
-        cluster = RayCluster.start(
-            RayClusterConfig(
-                runtime_dir=settings.runtime_dir,
-                address=settings.encoder.ray_address,
-                num_cpus=cpus(),
-                num_gpus=0 if settings.encoder.device == "cpu" else None,
+    # Until the event loop has handlers of its own, a signal ends us by an exception, so that what has been
+    # started of Ray is stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with role_folder(settings, ROLE, supervised=exit_with_parent), ExitStack() as stack:
+        stack.callback(shutdown_tracing)
+        if settings.encoder.ray:
+            # Before the event loop runs and before gRPC starts: Ray forks, and takes the signal handlers.
+            cluster = RayCluster.start(
+                RayClusterConfig(
+                    runtime_dir=settings.runtime_dir,
+                    address=settings.encoder.ray_address,
+                    num_cpus=cpus(),
+                    num_gpus=0 if settings.encoder.device == "cpu" else None,
+                )
             )
-        )
-    try:
+            stack.callback(cluster.stop)
         asyncio.run(_serve(settings, exit_with_parent))
-    finally:
-        if cluster is not None:
-            cluster.stop()
-        shutdown_tracing()
 
 
 async def _start_pool(settings: Settings) -> RayPool | InProcessPool:
@@ -107,7 +108,7 @@ async def _serve(settings: Settings, exit_with_parent: bool) -> None:
     metrics.start_at_zero(ENCODE_PHASES, [model.name for model in encoder.models])
     heartbeat = LoopHeartbeat()
     runtime: EncoderRuntime | None = None
-    stop = asyncio.ensure_future(stop_requested(exit_with_parent=exit_with_parent))
+    stop = asyncio.ensure_future(stop_requested(settings, exit_with_parent=exit_with_parent))
 
     def health() -> Health:
         if stop.done():

@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+_OFF = (signal.SIGTTOU, signal.SIGTSTP)
 
 
 @contextmanager
@@ -25,8 +27,7 @@ def terminal_to_ourselves() -> Iterator[None]:
         shared = group != os.getpid() and os.tcgetpgrp(sys.stdin.fileno()) == group
         if shared:
             # A background process that moves the terminal is stopped by SIGTTOU unless it ignores that.
-            signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-            signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+            before = [(number, signal.signal(number, signal.SIG_IGN)) for number in _OFF]
             os.setpgid(0, 0)
             os.tcsetpgrp(sys.stdin.fileno(), os.getpgrp())
     except (OSError, ValueError):  # no terminal, or stdin is closed
@@ -35,5 +36,8 @@ def terminal_to_ourselves() -> Iterator[None]:
         yield
     finally:
         if shared:
-            os.tcsetpgrp(sys.stdin.fileno(), group)
-            os.setpgid(0, group)
+            with suppress(OSError):  # the terminal is gone, or the launcher is
+                os.tcsetpgrp(sys.stdin.fileno(), group)
+                os.setpgid(0, group)
+            for number, handler in before:
+                signal.signal(number, handler)

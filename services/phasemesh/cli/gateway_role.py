@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from phasemesh.cli.process import configure_process, stop_requested
+from phasemesh.cli.process import configure_process, role_folder, stop_requested
 from phasemesh.cli.report import RoleReport, write_report
 from phasemesh.config.settings import Settings
 from phasemesh.gateway.serve import Ports, serve_gateway
@@ -17,16 +17,18 @@ ROLE = "gateway"
 def run_gateway(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serve until SIGTERM, SIGINT or, on request, the parent's death; then drain."""
     configure_process(settings, ROLE)
-    settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def report(ports: Ports) -> None:
         write_report(settings.runtime_dir, RoleReport(ROLE, os.getpid(), ports.http, ports.admin))
 
-    try:
-        asyncio.run(
-            serve_gateway(
-                settings, on_started=report, until=lambda: stop_requested(exit_with_parent=exit_with_parent)
+    with role_folder(settings, ROLE, supervised=exit_with_parent):
+        try:
+            asyncio.run(
+                serve_gateway(
+                    settings,
+                    on_started=report,
+                    until=lambda: stop_requested(settings, exit_with_parent=exit_with_parent),
+                )
             )
-        )
-    finally:
-        shutdown_tracing()
+        finally:
+            shutdown_tracing()

@@ -89,7 +89,7 @@ async def serve_role(
     """
     heartbeat = LoopHeartbeat()
     runtime: Runtime | None = None
-    stop = asyncio.ensure_future(stop_requested(exit_with_parent=exit_with_parent))
+    stop = asyncio.ensure_future(stop_requested(settings, exit_with_parent=exit_with_parent))
 
     def health() -> Health:
         if stop.done():

@@ -100,7 +100,8 @@ def up(
             )
         encoder = settings.encoder.model_copy(update={"models": (demo,)})
         settings = settings.model_copy(update={"encoder": encoder})
-    run_up(_printed(settings), console, scorers=scorers)
+    if not run_up(_printed(settings), console, scorers=scorers):
+        raise typer.Exit(130)
 
 
 @app.command()
@@ -293,7 +294,10 @@ def main() -> None:
     except (SettingsError, PoolStartError, EncoderStartError) as error:
         _complain(str(error))
         status = EXIT_CONFIG
-    except (MeshFailed, BindError) as error:
+    except MeshFailed as error:
+        _complain(str(error))
+        status = error.status
+    except BindError as error:
         _complain(str(error))
         status = 1
     except PhasemeshError as error:

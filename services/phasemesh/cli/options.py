@@ -92,6 +92,8 @@ def _model(text: str) -> dict[str, str]:
     name, separator, source = text.partition("=")
     if not separator:
         source = text
+        if text.startswith(("/", "./", "../", "~")) and not Path(text).expanduser().is_dir():
+            raise SettingsError(f"--model {text}: there is no such directory")
         # A directory is served under its own name, a repository under its id.
         name = Path(text).name if Path(text).is_dir() else text
     return {"name": name, "source": source}

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from phasemesh.cli.grpc_role import GrpcRole, serve_role
-from phasemesh.cli.process import configure_process
+from phasemesh.cli.process import configure_process, role_folder
 from phasemesh.config.settings import Settings, SettingsError
 from phasemesh.retrieval.service import RetrievalRuntime, RetrievalStartError
 from phasemesh.rpc.client import RpcClient
@@ -27,13 +27,13 @@ def run_retrieval(settings: Settings, *, exit_with_parent: bool = False) -> None
         BindError: a port can't be had.
     """
     configure_process(settings, ROLE)
-    settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        asyncio.run(_serve(settings, exit_with_parent))
-    except RetrievalStartError as error:
-        raise SettingsError(str(error)) from error
-    finally:
-        shutdown_tracing()
+    with role_folder(settings, ROLE, supervised=exit_with_parent):
+        try:
+            asyncio.run(_serve(settings, exit_with_parent))
+        except RetrievalStartError as error:
+            raise SettingsError(str(error)) from error
+        finally:
+            shutdown_tracing()
 
 
 async def _serve(settings: Settings, exit_with_parent: bool) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from phasemesh.cli.grpc_role import GrpcRole, serve_role
-from phasemesh.cli.process import configure_process
+from phasemesh.cli.process import configure_process, role_folder
 from phasemesh.config.settings import Settings, SettingsError
 from phasemesh.scorer.service import ScorerRuntime, ScorerStartError
 from phasemesh.telemetry.metrics import Metrics
@@ -35,13 +35,13 @@ def run_scorer(settings: Settings, *, name: str = ROLE, exit_with_parent: bool =
         BindError: a port can't be had.
     """
     configure_process(settings, ROLE)
-    settings.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        asyncio.run(_serve(settings, name, exit_with_parent))
-    except ScorerStartError as error:
-        raise SettingsError(str(error)) from error
-    finally:
-        shutdown_tracing()
+    with role_folder(settings, name, supervised=exit_with_parent):
+        try:
+            asyncio.run(_serve(settings, name, exit_with_parent))
+        except ScorerStartError as error:
+            raise SettingsError(str(error)) from error
+        finally:
+            shutdown_tracing()
 
 
 async def _serve(settings: Settings, name: str, exit_with_parent: bool) -> None:

@@ -16,9 +16,8 @@ import random
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +26,15 @@ EXIT_CONFIG = 78
 
 
 class MeshFailed(Exception):
-    """A role can't be kept running; the message says which and why."""
+    """A role can't be kept running; the message says which and why.
+
+    Attributes:
+        status: exit status for the supervisor.
+    """
+
+    def __init__(self, message: str, *, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +44,15 @@ class RestartPolicy:
     Attributes:
         first_pause_s: pause before the first restart; doubles with each further one.
         longest_pause_s: the pause grows no longer than this.
-        crash_limit: exits within `window_s` that end the mesh.
-        window_s: see `crash_limit`.
+        crash_limit: failed lives in a row that end the mesh. A life has failed if the role never listened, or
+            ended within `steady_s`.
+        steady_s: see `crash_limit`; a longer life starts the count anew.
     """
 
     first_pause_s: float = 0.5
     longest_pause_s: float = 10.0
     crash_limit: int = 5
-    window_s: float = 60.0
+    steady_s: float = 60.0
 
 
 @dataclass(slots=True)
@@ -52,23 +60,19 @@ class CrashCounter:
     """Decides, exit by exit, how long to wait before a restart and when to give up."""
 
     policy: RestartPolicy
-    now: Callable[[], float] = time.monotonic
     jitter: Callable[[], float] = random.random
-    _exits: deque[float] = field(default_factory=deque)
+    _failed_lives: int = 0
 
-    def pause_s(self) -> float | None:
+    def pause_s(self, *, lived_s: float, listened: bool) -> float | None:
         """Note an exit; seconds to wait before the restart, or None to give up."""
-        now = self.now()
-        self._exits.append(now)
-        while self._exits[0] <= now - self.policy.window_s:
-            self._exits.popleft()
-        if len(self._exits) >= self.policy.crash_limit:
+        if listened and lived_s >= self.policy.steady_s:
+            self._failed_lives = 0
+        self._failed_lives += 1
+        if self._failed_lives >= self.policy.crash_limit:
             return None
-        pause: float = min(
-            self.policy.longest_pause_s, self.policy.first_pause_s * 2 ** (len(self._exits) - 1)
-        )
+        doubled: float = self.policy.first_pause_s * 2 ** (self._failed_lives - 1)
         # Up to a fifth longer, so that roles that fell together don't come back in step.
-        return pause * (1 + self.jitter() / 5)
+        return min(self.policy.longest_pause_s, doubled) * (1 + self.jitter() / 5)
 
 
 class RoleProcess:
@@ -82,9 +86,11 @@ class RoleProcess:
         write_line: Callable[[str, str], None],
         environment: Mapping[str, str] | None = None,
         wait_until: Callable[[], Awaitable[None]] | None = None,
+        listens: Callable[[int], bool] = lambda pid: True,
         policy: RestartPolicy = RestartPolicy(),
         drain_s: float = 40.0,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing is started yet.
 
@@ -94,19 +100,23 @@ class RoleProcess:
             write_line: gets (role, line) for every line of the process's output.
             environment: of the process; None for this one's.
             wait_until: awaited before the first start, e.g. until a role that this one needs listens.
+            listens: whether the process with this id has said where it listens.
             policy: when to start it again.
             drain_s: how long it may take to exit after SIGTERM before it is killed.
             sleep: a test's clock.
+            now: monotonic seconds.
         """
         self.role = role
         self._command = command
         self._write_line = write_line
         self._environment = environment
         self._wait_until = wait_until
+        self._listens = listens
         self._crashes = CrashCounter(policy)
         self._policy = policy
         self._drain_s = drain_s
         self._sleep = sleep
+        self._now = now
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
@@ -125,15 +135,21 @@ class RoleProcess:
         if self._wait_until is not None:
             await self._wait_until()
         while not self._stopping:
+            began = self._now()
             status = await self._run_once()
             if self._stopping:
                 return
+            process = self._process
+            assert process is not None  # it has just ended
             if status == EXIT_CONFIG:
-                raise MeshFailed(f"{self.role}: the configuration is wrong; its last lines above say how")
-            pause = self._crashes.pause_s()
+                raise MeshFailed(
+                    f"{self.role}: the configuration is wrong; its last lines above say how",
+                    status=EXIT_CONFIG,
+                )
+            pause = self._crashes.pause_s(lived_s=self._now() - began, listened=self._listens(process.pid))
             if pause is None:
                 raise MeshFailed(
-                    f"{self.role}: exited {self._policy.crash_limit} times in {self._policy.window_s:.0f} s, "
+                    f"{self.role}: failed {self._policy.crash_limit} times in a row, "
                     f"last with {_describe_status(status)}; giving up"
                 )
             logger.warning(

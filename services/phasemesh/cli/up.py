@@ -22,13 +22,18 @@ from rich.console import Console
 
 from phasemesh.cli.banner import announce
 from phasemesh.cli.foreground import terminal_to_ourselves
+from phasemesh.cli.process import SETTINGS_FILE, sweep_ray
 from phasemesh.cli.report import read_report, report_path
 from phasemesh.cli.supervisor import PrefixedOutput, RoleProcess, supervise
 from phasemesh.config.settings import ENV_PREFIX, ServerSettings, Settings, SettingsError, dump
+from phasemesh.rpc.bind import authority
+from phasemesh.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+#: A second Ctrl-C within this time after the first is the same one, seconds.
+_IMPATIENT_AFTER_S = 1.0
 #: Ports of one scorer after those of the one before; each has a public and an admin port.
 _SCORER_PORT_STEP = 2
 _MAX_PORT = 65535
@@ -110,8 +115,8 @@ def data_lock(data_dir: Path) -> AbstractContextManager[None]:
     return folder_lock(data_dir, ".up.lock", "data_dir", "give this one another --data-dir")
 
 
-def run_up(settings: Settings, console: Console, *, scorers: int) -> None:
-    """Run the mesh until SIGTERM or SIGINT, then drain it.
+def run_up(settings: Settings, console: Console, *, scorers: int) -> bool:
+    """Run the mesh until SIGTERM or SIGINT, then drain it; False if the drain was cut short.
 
     Args:
         settings: of all roles.
@@ -134,15 +139,20 @@ def run_up(settings: Settings, console: Console, *, scorers: int) -> None:
             report_path(runtime_dir, name).unlink(missing_ok=True)
         # The roles read the settings in force from a file and nothing from the environment, so that they
         # can't come to other settings than these. Keys may be among them: the folder is its owner's alone.
-        file = runtime_dir / "settings.yaml"
+        file = runtime_dir / SETTINGS_FILE
         file.unlink(missing_ok=True)
         file.touch(mode=0o600)
         file.write_text(dump(_for_this_terminal(settings)))
+        configure_logging(role="up", level=settings.log.level, style=settings.log.format)
         try:
             with terminal_to_ourselves():
-                asyncio.run(_run(settings, names, file, console))
+                drained = asyncio.run(_run(settings, names, file, console))
         finally:
             file.unlink(missing_ok=True)
+            for name in names:
+                report_path(runtime_dir, name).unlink(missing_ok=True)
+            sweep_ray(runtime_dir)
+        return drained
 
 
 def _for_this_terminal(settings: Settings) -> Settings:
@@ -184,7 +194,7 @@ def _targets(settings: Settings, names: Sequence[str]) -> list[str]:
     for name in names:
         report = read_report(settings.runtime_dir, name)
         assert report is not None  # whoever asks has waited for it
-        targets.append(f"{server_of(settings, name).host}:{report.port}")
+        targets.append(authority(server_of(settings, name).host, report.port))
     return targets
 
 
@@ -220,7 +230,8 @@ def needed_by(name: str, names: Sequence[str]) -> list[str]:
     return []
 
 
-async def _run(settings: Settings, names: Sequence[str], file: Path, console: Console) -> None:
+async def _run(settings: Settings, names: Sequence[str], file: Path, console: Console) -> bool:
+    runtime_dir = settings.runtime_dir
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     output = PrefixedOutput(names)
     # Longer than the roles' own limits, so that killing is for those that hang.
@@ -236,9 +247,14 @@ async def _run(settings: Settings, names: Sequence[str], file: Path, console: Co
                 while read_report(settings.runtime_dir, other) is None:
                     await asyncio.sleep(_POLL_S)
 
+        def has_reported(pid: int) -> bool:
+            report = read_report(runtime_dir, name)
+            return report is not None and report.pid == pid
+
         return RoleProcess(
             name,
             command,
+            listens=has_reported,
             write_line=output,
             environment=environment,
             wait_until=needed_listen,
@@ -247,17 +263,31 @@ async def _run(settings: Settings, names: Sequence[str], file: Path, console: Co
 
     roles = [process(name) for name in names]
     stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    asked_s = 0.0
+    killed = False
 
-    def on_signal() -> None:
-        if stop.is_set():
+    def on_interrupt() -> None:
+        # Only a second Ctrl-C kills, and not in the same breath: wrappers send a signal to the process and to
+        # its group, so that one request to stop arrives twice.
+        nonlocal killed
+        if not stop.is_set():
+            on_terminate()
+        elif loop.time() - asked_s > _IMPATIENT_AFTER_S:
+            killed = True
+            console.print("[bold]killing[/]")
             for role in roles:
                 role.kill()
-        else:
-            console.print("[bold]draining[/] (once more to kill)")
+
+    def on_terminate() -> None:
+        nonlocal asked_s
+        if not stop.is_set():
+            console.print("[bold]draining[/] (Ctrl-C once more to kill)")
+            asked_s = loop.time()
             stop.set()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    loop.add_signal_handler(signal.SIGTERM, on_terminate)
     await supervise(roles, stop, lambda: announce(settings, names, console))
-    console.print("stopped")
+    console.print("killed" if killed else "stopped")
+    return not killed

@@ -22,8 +22,13 @@ from pydantic_settings import (
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
+from pydantic_settings import (
+    SettingsError as SourceError,
+)
 
 ENV_PREFIX = "PHASEMESH_"
+#: Variables of that prefix that client commands read by themselves.
+CLIENT_VARIABLES = frozenset({"PHASEMESH_KEY"})
 
 
 class SettingsError(ValueError):
@@ -113,6 +118,12 @@ class AccessSettings(_Section):
 
     @model_validator(mode="after")
     def _needs_a_mesh_key(self) -> Self:
+        values = [key.key.get_secret_value() for key in self.keys]
+        for position, key in enumerate(self.keys):
+            if values.index(values[position]) != position:
+                raise ValueError(
+                    f"keys: {key.name} has the same key as {self.keys[values.index(values[position])].name}"
+                )
         if self.keys and not any(key.role == "mesh" for key in self.keys):
             raise ValueError("keys needs one with role: mesh, for the gateway's own calls")
         return self
@@ -268,7 +279,7 @@ class _CheckedEnv(EnvSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         known = set(self.settings_cls.model_fields)
-        for name in os.environ:
+        for name in set(os.environ) - CLIENT_VARIABLES:
             if name.startswith(ENV_PREFIX) and name[len(ENV_PREFIX) :].split("__")[0].lower() not in known:
                 raise SettingsError(
                     f"environment: {name} names no setting; the sections are {', '.join(sorted(known))}"
@@ -329,6 +340,8 @@ def load_settings(file: Path | None = None, flags: Mapping[str, Any] | None = No
     sources: dict[str, Any] = {**_nest(flags or {}), "file_": _read(file) if file else {}}
     try:
         return Settings(**sources)
+    except SourceError as error:
+        raise SettingsError(f"environment: {error}; lists and sections have to be JSON") from None
     except ValidationError as error:
         faults = [
             f"{'.'.join(str(part) for part in fault['loc']) or 'settings'}: {_words(fault)}"
@@ -349,8 +362,15 @@ def _read(file: Path) -> dict[str, Any]:
         content = yaml.safe_load(file.read_text())
     except OSError as error:
         raise SettingsError(f"{file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"{file}: not UTF-8 text") from None
     except yaml.YAMLError as error:
-        raise SettingsError(f"{file}: not YAML: {error}") from None
+        # Never str(error): it quotes the line, and keys stand in such lines.
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise SettingsError(
+            f"{file}: not YAML: {getattr(error, 'problem', None) or 'broken'}{where}"
+        ) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -365,7 +385,12 @@ def _nest(flags: Mapping[str, Any]) -> dict[str, Any]:
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
-        node[leaf] = yaml.safe_load(value) if isinstance(value, str) else value
+            if not isinstance(node, dict):
+                raise SettingsError(f"{name}: {section} was given as a whole as well; give one or the other")
+        try:
+            node[leaf] = yaml.safe_load(value) if isinstance(value, str) else value
+        except yaml.YAMLError:
+            raise SettingsError(f"{name}: {value!r} isn't YAML; quote it, e.g. '[a, b]'") from None
     return tree
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import orjson
@@ -70,6 +71,12 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the body is larger than {max_bytes} bytes; split the request")
 
 
+#: Largest body that is parsed a second time to explain what is wrong with it.
+_EXPLAINED_BYTES = 256 * 1024
+#: A surrogate, escaped or encoded (which UTF-8 doesn't allow).
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+
+
 def parse_object(raw: bytes) -> dict[str, Any]:
     """The JSON object that `raw` spells.
 
@@ -89,8 +96,11 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def _explain_surrogates(raw: bytes) -> None:
     """Name the field whose text holds a lone surrogate, if that is why the strict parser refused.
 
-    The standard library's parser lets surrogates pass, so it can tell where they stand.
+    The standard library's parser lets surrogates pass, so it can tell where they stand. It parses again, on
+    the event loop, and so only what is small and holds a surrogate at all.
     """
+    if len(raw) > _EXPLAINED_BYTES or not _SURROGATE.search(raw):
+        return
     try:
         body = json.loads(raw.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):

@@ -27,7 +27,7 @@ from phasemesh.errors import (
     Unavailable,
     from_code,
 )
-from phasemesh.index.spec import CollectionSpec
+from phasemesh.index.spec import CollectionSpec, Normalize
 from phasemesh.retrieval.work import Request
 from phasemesh.rpc.client import RpcClient
 from phasemesh.rpc.codec import decode_tensor
@@ -224,6 +224,8 @@ class TextEncoder:
                 truncation=options.truncation,
                 priority=options.priority,
                 include_token_details=options.spans,
+                # AUTO scales to unit length; vectors of a late-interaction model are so already.
+                normalize=True if spec.normalize is Normalize.AUTO else None,
             )
             start_ns = request.clock.now_ns()
             try:

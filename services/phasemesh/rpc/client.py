@@ -31,13 +31,27 @@ DEADLINE_MARGIN_S = 0.01
 
 _SCHEME = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds|passthrough):")
 
-#: Every call of ours may be sent again: reads change nothing, and writes are idempotent by id.
+#: Methods that a channel may send again by itself when the peer is UNAVAILABLE: reads, which change nothing,
+#: and the upsert, which is idempotent by id. The other writes count, move or create something each time.
+_RETRYABLE = {
+    "phasemesh.v1.EncoderService": None,
+    "phasemesh.v1.ScorerService": None,
+    "phasemesh.v1.RetrievalService": (
+        *("GetCollection", "ListCollections", "GetDocuments", "ListDocuments", "CountDocuments"),
+        *("Search", "Rerank", "Explain", "UpsertDocuments"),
+    ),
+}
+_RETRIED_NAMES = [
+    {"service": service, **({"method": method} if method else {})}
+    for service, methods in _RETRYABLE.items()
+    for method in methods or ("",)
+]
 _SERVICE_CONFIG = json.dumps(
     {
         "loadBalancingConfig": [{"round_robin": {}}],
         "methodConfig": [
             {
-                "name": [{}],
+                "name": _RETRIED_NAMES,
                 "retryPolicy": {
                     "maxAttempts": 3,
                     "initialBackoff": "0.05s",

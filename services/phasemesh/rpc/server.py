@@ -25,6 +25,7 @@ from phasemesh.rpc.access import AccessInterceptor
 from phasemesh.rpc.bind import BindError, authority
 from phasemesh.rpc.catalogue import CHANNELZ, HEALTH, PACKAGE, REFLECTION, SERVICES, split_method
 from phasemesh.rpc.deadline import DeadlineInterceptor
+from phasemesh.rpc.decode import DecodeInterceptor
 from phasemesh.rpc.interceptor import Handler
 from phasemesh.rpc.status import RetryableInterceptor, StatusInterceptor
 from phasemesh.telemetry.metrics import Metrics
@@ -104,6 +105,7 @@ class RpcServer:
                 StatusInterceptor(self._metrics),
                 AccessInterceptor(self._access),
                 DeadlineInterceptor(self._rpc),
+                DecodeInterceptor(),
             ],
             options=server_options(self._rpc),
             maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS,
@@ -111,8 +113,8 @@ class RpcServer:
         for _, add_to_server, servicer in self._services:
             add_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        for service, serving in self._serving.items():
-            await self._health.set(service, _SERVING if serving else _NOT_SERVING)
+        for service in self._serving:
+            await self._publish(service)
         if self._rpc.channelz:
             _add_channelz(server)
         if self._rpc.reflection:
@@ -141,6 +143,8 @@ class RpcServer:
     async def _publish(self, service: str) -> None:
         # Reads what is wanted now, so that the order in which these tasks run doesn't matter.
         await self._health.set(service, _SERVING if self._serving[service] else _NOT_SERVING)
+        # Who names no service means all of them; whether the process lives is the admin port's to say.
+        await self._health.set("", _SERVING if all(self._serving.values()) else _NOT_SERVING)
 
     async def drain(self) -> None:
         """Turn callers away, let calls in flight finish, stop. Calling again waits for the same drain.

@@ -66,6 +66,20 @@ class TextFormatter(logging.Formatter):
         return " ".join([super().format(record), *(f"{key}={value}" for key, value in fields.items())])
 
 
+class _OncePerMinute(logging.Filter):
+    """Lets one record a minute through: an exporter complains all the time while its collector is away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.created < self._next_s:
+            return False
+        self._next_s = record.created + 60
+        return True
+
+
 def configure_logging(
     *, role: str, level: str = "info", style: Literal["auto", "json", "text"] = "auto"
 ) -> None:
@@ -77,6 +91,7 @@ def configure_logging(
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.getLogger("opentelemetry.exporter").addFilter(_OncePerMinute())
     # Libraries that log every connection or request at INFO; ours is one access line per call.
     for chatty in ("httpx", "httpcore", "urllib3", "filelock", "huggingface_hub", "asyncio", "uvicorn.error"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -5,8 +5,10 @@ Nothing else of OpenTelemetry's global state is touched, so that a test may set 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -29,6 +31,10 @@ from phasemesh.telemetry import names
 
 #: Most requests in one batch, and so most links of its span; the SDK silently keeps 128 by default.
 MAX_LINKS = 4096
+#: Longest time that the end of a process waits for its last spans to be taken, seconds.
+FLUSH_S = 3.0
+
+logger = logging.getLogger(__name__)
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 
@@ -130,10 +136,16 @@ def configure_tracing(
 
 
 def shutdown_tracing() -> None:
-    """Flush and drop this process's provider; spans are no-ops afterwards."""
+    """Flush and drop this process's provider, within `FLUSH_S`; spans are no-ops afterwards."""
     provider, _State.provider = _State.provider, trace.NoOpTracerProvider()
-    if isinstance(provider, TracerProvider):
-        provider.shutdown()
+    if not isinstance(provider, TracerProvider):
+        return
+    # In a thread of its own, because a collector that is away must not hold up the end of a process.
+    flushing = threading.Thread(target=provider.shutdown, name="flush-spans", daemon=True)
+    flushing.start()
+    flushing.join(FLUSH_S)
+    if flushing.is_alive():
+        logger.warning("spans are lost: the collector did not take them in time", extra={"seconds": FLUSH_S})
 
 
 def tracer_provider() -> trace.TracerProvider:

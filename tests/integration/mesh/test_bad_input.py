@@ -2,6 +2,7 @@
 
 import json
 
+import grpc
 import httpx
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from phasemesh.errors import Code, PhasemeshError
 from phasemesh.rpc.client import RpcClient
 from phasemesh.rpc.codec import decode_tensor
+from phasemesh.rpc.details import to_error
 from phasemesh.v1 import common_pb2 as common
 from phasemesh.v1 import encoder_pb2 as pb
 from phasemesh.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -42,6 +44,34 @@ REFUSED_BY_GRPC = {
     "dimensions 0": (pb.EmbedRequest(model="minilm", inputs=[text("x")], dimensions=0), Code.INVALID_ARGUMENT, "DIMENSIONS_OUT_OF_RANGE", "dimensions"),
     "dimensions too large": (pb.EmbedRequest(model="minilm", inputs=[text("x")], dimensions=385), Code.INVALID_ARGUMENT, "DIMENSIONS_OUT_OF_RANGE", "dimensions"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x12\x05\x0a\x03\xed\xa0\xbd",  # inputs { text: half a surrogate pair, as UTF-8 doesn't allow }
+        b"\x12\xff\xff",  # a length that goes beyond the end
+    ],
+)
+async def test_grpc_refuses_what_is_no_message(mesh: Mesh, raw: bytes) -> None:
+    async with grpc.aio.insecure_channel(mesh.grpc) as channel:
+        embed = channel.unary_unary("/phasemesh.v1.EncoderService/Embed")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await embed(raw, timeout=10)
+    error = to_error(caught.value)
+    assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_MESSAGE")
+    assert "class" not in error.message
+    labels = 'code="INVALID_ARGUMENT",method="phasemesh.v1.EncoderService/Embed"'
+    assert labels in mesh.admin("encoder", "/metrics")[1]
+
+
+async def test_grpc_refuses_a_message_over_the_limit(mesh: Mesh) -> None:
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(mesh.grpc, options=options) as channel:
+        embed = channel.unary_unary("/phasemesh.v1.EncoderService/Embed")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await embed(b"\x12" * (64 * 2**20 + 1), timeout=30)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 @pytest.mark.parametrize("what", REFUSED_BY_GRPC)
@@ -164,6 +194,11 @@ async def test_odd_text_is_served(mesh: Mesh) -> None:
 
 
 RERANK = {
+    "lone surrogate": (
+        '{"model": "cross", "query": "q", "documents": ["x", "\\ud83d"]}',
+        400,
+        "documents[1]",
+    ),
     "no query": ({"documents": ["x"]}, 400, "query"),
     "no documents": ({"query": "q", "documents": []}, 400, "documents"),
     "documents a text": ({"query": "q", "documents": "x"}, 400, "documents"),
@@ -179,7 +214,10 @@ RERANK = {
 async def test_rerank_refuses(mesh: Mesh, route: str, what: str) -> None:
     body, status, named = RERANK[what]
     async with httpx.AsyncClient(base_url=mesh.rest) as http:
-        reply = await http.post(route, json={"model": "cross", **body}, timeout=30)
+        content = body if isinstance(body, str) else json.dumps({"model": "cross", **body})
+        reply = await http.post(
+            route, content=content.encode(), headers={"Content-Type": "application/json"}, timeout=30
+        )
     assert reply.status_code == status, reply.text
     error = reply.json()
     assert named in error["message"]
@@ -187,10 +225,11 @@ async def test_rerank_refuses(mesh: Mesh, route: str, what: str) -> None:
 
 
 async def test_rerank_serves_empty_and_long_documents(mesh: Mesh) -> None:
+    odd = ["", LONG, "x", "NUL \u0000", "[CLS] [SEP]"]
     body = {
         "model": "cross",
         "query": "q",
-        "documents": ["", LONG, "x"],
+        "documents": odd,
         "top_n": 10,
         "return_documents": True,
     }
@@ -198,5 +237,5 @@ async def test_rerank_serves_empty_and_long_documents(mesh: Mesh) -> None:
         reply = await http.post("/v1/rerank", json=body, timeout=30)
     assert reply.status_code == 200, reply.text
     results = reply.json()["results"]
-    assert sorted(row["index"] for row in results) == [0, 1, 2]
-    assert {row["document"]["text"] for row in results} == {"", LONG, "x"}
+    assert sorted(row["index"] for row in results) == [0, 1, 2, 3, 4]
+    assert {row["document"]["text"] for row in results} == set(odd)

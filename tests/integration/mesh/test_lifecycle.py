@@ -81,6 +81,12 @@ def gone(mesh: Mesh, pids: set[int]) -> None:
     mesh.wait_until(lambda: not running(pids), 40, "every process to be gone")
 
 
+def left_behind(mesh: Mesh) -> set[str]:
+    """What a mesh that is gone left in its runtime folder, besides its empty locks."""
+    names = {path.name for path in mesh.runtime_dir.iterdir()}
+    return {name for name in names if not name.endswith(".lock")}
+
+
 def test_the_banner_s_commands_work_as_they_stand(mesh: Mesh) -> None:
     embedding, grpc, rerank, create, store, find = banner_commands(mesh)
     vector = json.loads(shell(embedding))["data"][0]["embedding"]
@@ -175,9 +181,7 @@ def test_ctrl_c_drains_and_leaves_nothing() -> None:
             asking.join(10)
         assert statuses == [200]  # what was in flight was answered
         gone(mesh, pids)
-        left = sorted(path.name for path in mesh.runtime_dir.iterdir())
-        reports = ("gateway", "retrieval", "encoder", "scorer-0", "scorer-1")
-        assert set(left) <= {"up.lock", *(f"{name}.json" for name in reports)}, left
+        assert left_behind(mesh) == set()
         assert "stopped" in mesh.output
 
 
@@ -215,10 +219,89 @@ def test_ctrl_c_under_a_launcher_exits_0(tmp_path: Path) -> None:
 
 def test_a_killed_supervisor_takes_its_roles_along() -> None:
     with running_mesh("--no-ray") as mesh:
+        assert (mesh.runtime_dir / "settings.yaml").stat().st_mode & 0o777 == 0o600
         pids = descendants(mesh.process.pid)
         os.kill(mesh.process.pid, signal.SIGKILL)
         mesh.process.wait(10)
         gone(mesh, pids)
+        assert "settings.yaml" not in left_behind(mesh)  # keys may stand in it
+
+
+def test_a_killed_encoder_s_leavings_are_swept() -> None:
+    with running_mesh() as mesh:
+        before = mesh.report("encoder")
+        assert list(mesh.runtime_dir.glob("ray-*"))
+        os.kill(before.pid, signal.SIGKILL)
+        mesh.wait_until(lambda: mesh.report("encoder").pid != before.pid, 60, "the encoder to be restarted")
+        assert mesh.stop(signal.SIGTERM) == 0
+        assert left_behind(mesh) == set()
+
+
+def test_one_request_to_stop_that_arrives_twice_drains() -> None:
+    """As `timeout` sends it: to the process and to its group."""
+    with running_mesh("--no-ray") as mesh:
+        for _ in range(2):
+            mesh.process.send_signal(signal.SIGTERM)
+            mesh.process.send_signal(signal.SIGINT)
+        assert mesh.process.wait(30) == 0
+        assert "encoder stopped" in mesh.output
+
+
+def test_an_impatient_second_ctrl_c_kills_and_says_so() -> None:
+    with running_mesh("--no-ray", "--set", "rpc.drain_delay_s=30") as mesh:
+        pids = descendants(mesh.process.pid)
+        mesh.process.send_signal(signal.SIGINT)
+        time.sleep(1.5)  # the second one has to come later than a wrapper's
+        mesh.process.send_signal(signal.SIGINT)
+        assert mesh.process.wait(20) == 130
+        gone(mesh, pids)
+        assert left_behind(mesh) == set()
+
+
+def test_a_dead_collector_does_not_hold_up_the_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    tracing = ("--set", "tracing.exporter=otlp", "--set", f"tracing.endpoint=http://127.0.0.1:{port}")
+    with running_mesh("--no-ray", *tracing) as mesh:
+        reply = httpx.post(
+            f"{mesh.rest}/v1/embeddings", json={"model": "all-MiniLM-L6-v2", "input": "x"}, timeout=30
+        )
+        assert reply.status_code == 200
+        began = time.monotonic()
+        assert mesh.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - began < 15  # two roles in turn, each with its own bound of 3 s
+
+
+def test_two_of_a_role_in_one_folder_are_refused(mesh: Mesh) -> None:
+    out = cli(
+        "gateway",
+        "--runtime-dir",
+        str(mesh.runtime_dir),
+        "--port",
+        "0",
+        "--admin-port",
+        "0",
+        status=EXIT_CONFIG,
+    )
+    assert "in use by another gateway" in out
+
+
+def test_keys_open_every_door() -> None:
+    keys = "[{name: mesh, key: mesh-key-mesh-key, role: mesh}, {name: team, key: team-key-team-key}]"
+    with running_mesh("--no-ray", "--set", f"access.keys={keys}") as mesh:
+        assert "mesh-key" not in mesh.output
+        where = ("--runtime-dir", str(mesh.runtime_dir))
+        assert "needs a key" in cli("embed", "x", *where, status=1)
+        assert "dimensions" in cli("embed", "x", "--key", "team-key-team-key", *where)
+        body = {"model": "all-MiniLM-L6-v2", "input": "x"}
+        url = f"{mesh.rest}/v1/embeddings"
+        assert httpx.post(url, json=body).status_code == 401
+        wrong = {"Authorization": "Bearer wrong-key-wrong"}
+        assert httpx.post(url, json=body, headers=wrong).status_code == 401
+        right = {"Authorization": "Bearer team-key-team-key"}
+        assert httpx.post(url, json=body, headers=right, timeout=30).status_code == 200
+        out = cli("demo", "--key", "team-key-team-key", *where)
+        assert "24 questions" in out
 
 
 def test_two_at_once_is_refused_by_name(mesh: Mesh) -> None:

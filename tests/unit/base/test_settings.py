@@ -53,6 +53,16 @@ def test_every_fault_is_named_at_once() -> None:
     assert {line.split(":")[0] for line in str(caught.value).splitlines()} == {"encoder.port", "gateway.port"}
 
 
+def test_a_text_that_is_no_list_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match=r"gateway\.encoders: '\['"):
+        load_settings(None, {"gateway.encoders": "["})
+    with pytest.raises(SettingsError, match=r"encoder\.port: encoder was given as a whole"):
+        load_settings(None, {"encoder": "2", "encoder.port": "1"})
+    monkeypatch.setenv("PHASEMESH_GATEWAY__ENCODERS", "host:1")
+    with pytest.raises(SettingsError, match=r"environment: .*encoders|environment: .*gateway"):
+        load_settings()
+
+
 @pytest.mark.parametrize("name", ["PHASEMESH_ENCODR__PORT", "PHASEMESH_ENCODER__PRT"])
 def test_misspelt_environment_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
@@ -68,6 +78,27 @@ def test_wrong_file_is_named(tmp_path: Path, content: str, named: str) -> None:
     file.write_text(content)
     with pytest.raises(SettingsError, match=named):
         load_settings(file)
+
+
+def test_a_broken_file_does_not_show_its_lines(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text('access: {keys: [{name: a, key: "hush-hush-hush", role: mesh]}')
+    with pytest.raises(SettingsError, match=r"not YAML: .*line 1, column") as caught:
+        load_settings(file)
+    assert "hush" not in str(caught.value)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="not UTF-8"):
+        load_settings(file)
+
+
+def test_one_key_under_two_names_is_refused() -> None:
+    same = [
+        {"name": "mesh", "key": "long-secret-1", "role": "mesh"},
+        {"name": "team", "key": "long-secret-1"},
+    ]
+    with pytest.raises(SettingsError, match="team has the same key as mesh") as caught:
+        load_settings(None, {"access.keys": same})
+    assert "long-secret" not in str(caught.value)
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

@@ -61,18 +61,29 @@ async def nothing() -> None:
     return None
 
 
-def test_pauses_double_up_to_a_limit_and_crashes_age() -> None:
-    now = 0.0
-    policy = RestartPolicy(first_pause_s=1, longest_pause_s=3, crash_limit=5, window_s=60)
-    counter = CrashCounter(policy, now=lambda: now, jitter=lambda: 0.0)
-    assert [counter.pause_s() for _ in range(5)] == [1, 2, 3, 3, None]
-    now = 61.0
-    assert counter.pause_s() == 1
+POLICY = RestartPolicy(first_pause_s=1, longest_pause_s=3, crash_limit=5, steady_s=60)
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    counter = CrashCounter(POLICY, jitter=lambda: 0.0)
+    assert [counter.pause_s(lived_s=1, listened=True) for _ in range(5)] == [1, 2, 3, 3, None]
+
+
+def test_a_steady_life_starts_the_count_anew() -> None:
+    counter = CrashCounter(POLICY, jitter=lambda: 0.0)
+    for _ in range(4):
+        counter.pause_s(lived_s=1, listened=True)
+    assert counter.pause_s(lived_s=60, listened=True) == 1
+
+
+def test_a_long_start_that_never_listens_is_no_steady_life() -> None:
+    counter = CrashCounter(POLICY, jitter=lambda: 0.0)
+    assert [counter.pause_s(lived_s=600, listened=False) for _ in range(5)] == [1, 2, 3, 3, None]
 
 
 def test_jitter_only_lengthens() -> None:
     counter = CrashCounter(RestartPolicy(first_pause_s=1), jitter=lambda: 1.0)
-    assert counter.pause_s() == pytest.approx(1.2)
+    assert counter.pause_s(lived_s=1, listened=True) == pytest.approx(1.2)
 
 
 async def test_a_killed_role_comes_back_and_others_stay() -> None:
@@ -99,7 +110,7 @@ async def test_a_crash_loop_ends_the_mesh_and_drains_the_rest() -> None:
     lines = Lines()
     crashing = role("bad", "import sys; sys.exit(3)", lines)
     good = role("good", WELL_BEHAVED, lines)
-    with pytest.raises(MeshFailed, match=r"bad: exited 3 times in 60 s, last with status 3"):
+    with pytest.raises(MeshFailed, match=r"bad: failed 3 times in a row, last with status 3"):
         await supervise([good, crashing], asyncio.Event(), lambda: lines.wait_for("good", "running"))
     assert good.pid is None
 

@@ -67,11 +67,12 @@ async def test_health_per_service() -> None:
         assert await check(SERVICE) == SERVING
         m.server.set_serving(SERVICE, False)
         assert await check(SERVICE) == NOT_SERVING
-        assert await check("") == SERVING
+        assert await check("") == NOT_SERVING
         m.server.set_serving(SERVICE, True)
         m.server.set_serving(SERVICE, False)
         m.server.set_serving(SERVICE, True)
         assert await check(SERVICE) == SERVING
+        assert await check("") == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await check("no.such.Service")
         assert raised.value.code() is grpc.StatusCode.NOT_FOUND

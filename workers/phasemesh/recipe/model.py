@@ -68,7 +68,7 @@ class LateInteraction:
     Attributes:
         query_marker: token inserted after the first special token of a query; None inserts nothing.
         document_marker: the same for documents.
-        query_length: tokens of a query, markers and special tokens included; longer ones are cut.
+        query_length: tokens of a query, markers and special tokens included.
         document_length: the same for documents.
         expand_queries: pad queries with the mask token up to `query_length`; the pads are scored.
         attend_to_expansion: whether other tokens attend to those pads.
@@ -141,6 +141,8 @@ class Recipe:
     def recipe_hash(self) -> str:
         """First 32 hex digits of the SHA-256 of the recipe's canonical JSON."""
         fields = {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        # What a vector may be cut to doesn't change the vector.
+        del fields["matryoshka_dims"]
         canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 

@@ -61,7 +61,7 @@ class _NormalizePolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Norma
     NORMALIZE_POLICY_UNSPECIFIED: _NormalizePolicy.ValueType  # 0
     """NORMALIZE_POLICY_AUTO."""
     NORMALIZE_POLICY_AUTO: _NormalizePolicy.ValueType  # 1
-    """As the collection's model does; vectors that are given are scaled."""
+    """Vectors are scaled, the model's and those that are given."""
     NORMALIZE_POLICY_NEVER: _NormalizePolicy.ValueType  # 2
     """Vectors are taken as they are."""
     NORMALIZE_POLICY_REQUIRE: _NormalizePolicy.ValueType  # 3
@@ -73,7 +73,7 @@ class NormalizePolicy(_NormalizePolicy, metaclass=_NormalizePolicyEnumTypeWrappe
 NORMALIZE_POLICY_UNSPECIFIED: NormalizePolicy.ValueType  # 0
 """NORMALIZE_POLICY_AUTO."""
 NORMALIZE_POLICY_AUTO: NormalizePolicy.ValueType  # 1
-"""As the collection's model does; vectors that are given are scaled."""
+"""Vectors are scaled, the model's and those that are given."""
 NORMALIZE_POLICY_NEVER: NormalizePolicy.ValueType  # 2
 """Vectors are taken as they are."""
 NORMALIZE_POLICY_REQUIRE: NormalizePolicy.ValueType  # 3
