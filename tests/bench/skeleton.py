@@ -23,8 +23,8 @@ import httpx
 import numpy as np
 from tokenizers import Tokenizer
 
-from phasemesh.cli.demo import passages
 from phasemesh.cli.demo_model import NAME, demo_model
+from phasemesh.cli.demo_passages import passages
 from phasemesh.cli.process import cpus
 from phasemesh.config.settings import RpcSettings
 from phasemesh.engine.engine import Engine
