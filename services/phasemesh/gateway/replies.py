@@ -12,6 +12,15 @@ from phasemesh.gateway.exchange import Exchange
 from phasemesh.telemetry import names
 from phasemesh.telemetry.phases import server_timing
 
+#: Advice that only a gRPC caller can follow, and what stands in its place.
+_WIRE_ADVICE = {
+    " or set truncation.enabled": "",
+    " or ask for VECTOR_ENCODING_FLOAT16": "",
+    ", or ask for VECTOR_ENCODING_FLOAT16": "",
+    "VECTOR_KIND_DENSE": "one vector per input",
+    "VECTOR_KIND_TOKEN": "one vector per token",
+}
+
 
 def json_reply(exchange: Exchange, content: bytes, peer_phases: Sequence[tuple[str, int]]) -> Response:
     """A 200 with `content` and a `Server-Timing` header.
@@ -39,6 +48,8 @@ def renamed_fields(rename: Callable[[str], str], field_names: Callable[[str], st
     try:
         yield
     except PhasemeshError as error:
+        for advice, instead in _WIRE_ADVICE.items():
+            error.message = error.message.replace(advice, instead)
         if error.field:
             error.field = field_names(error.field)
             message = rename(error.message)

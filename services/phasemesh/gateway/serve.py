@@ -118,10 +118,15 @@ async def serve_gateway(
         admin.close()
 
 
-def run_gateway(settings: Settings, *, on_started: Callable[[Ports], None] | None = None) -> None:
-    """`serve_gateway` until SIGTERM or SIGINT, on a uvloop of its own; for a process's main thread."""
+def run_gateway(
+    settings: Settings,
+    *,
+    on_started: Callable[[Ports], None] | None = None,
+    until: Callable[[], Awaitable[object]] = wait_for_signal,
+) -> None:
+    """`serve_gateway` on a uvloop of its own; for a process's main thread."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_gateway(settings, on_started=on_started))
+        runner.run(serve_gateway(settings, on_started=on_started, until=until))
 
 
 async def _serve_until(

@@ -208,7 +208,11 @@ class ModelDirectory:
                     await target.wake.wait()
             except TimeoutError:
                 pass
-            await self._poll(target)
+            try:
+                await self._poll(target)
+            except Exception:
+                # A watch that ends would leave the target as it was last seen, for good.
+                _log.exception("encoder target could not be polled", extra={"target": target.name})
 
     async def _poll(self, target: _Target) -> None:
         # One poll of a target at a time: an older answer must not overwrite a newer one.

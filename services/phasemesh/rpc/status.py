@@ -37,6 +37,10 @@ _GRPC_CODE = {Code(status.value[0]): status for status in grpc.StatusCode}
 #: Methods that every gateway calls every other second; their access lines would drown the others.
 _POLLED = frozenset({"phasemesh.v1.EncoderService/ListModels"})
 
+#: Reasons of UNAVAILABLE that channels don't send again by themselves (gRFC A6: a negative pushback). A batch
+#: that was lost has been tried twice already; if its input is what kills workers, more tries kill more.
+_TRIED_ENOUGH = frozenset({"REPLICA_LOST"})
+
 _log = logging.getLogger(__name__)
 _access = logging.getLogger("phasemesh.access")
 
@@ -141,7 +145,10 @@ def _answer(context: Context, error: PhasemeshError, request_id: str) -> Code:
     code = code_of(error)
     context.set_code(_GRPC_CODE[code])
     context.set_details(wire_message(error))
-    context.set_trailing_metadata((*_trailers(context, request_id), (DETAILS_KEY, to_details(error))))
+    trailers = (*_trailers(context, request_id), (DETAILS_KEY, to_details(error)))
+    if error.reason in _TRIED_ENOUGH:
+        trailers = (*trailers, ("grpc-retry-pushback-ms", "-1"))
+    context.set_trailing_metadata(trailers)
     return code
 
 

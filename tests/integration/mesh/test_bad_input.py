@@ -1,6 +1,7 @@
 """Every kind of bad input, at REST and at gRPC: an error that names the field, never a 500, neighbours served."""
 
 import json
+import re
 
 import grpc
 import httpx
@@ -168,6 +169,8 @@ async def test_rest_refuses(mesh: Mesh, what: str) -> None:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param, error
     assert error["message"]
+    # What only a gRPC caller could do is no advice here.
+    assert not re.search(r"truncation\.enabled|VECTOR_|TASK_", error["message"]), error
 
 
 async def test_body_over_the_limit(mesh: Mesh) -> None:

@@ -148,6 +148,19 @@ async def test_unavailable_is_retried_and_nothing_else_is() -> None:
         assert (await m.embed()).model == "third time"
         assert calls == 3
 
+    for reason, sent in (("REPLICA_LOST", 1), ("MODEL_NOT_READY", 3)):
+        calls = 0
+
+        async def down(request: EmbedRequest, reason: str = reason) -> EmbedResponse:
+            nonlocal calls
+            calls += 1
+            raise Unavailable("down", reason=reason)
+
+        async with mesh(down) as m:
+            with pytest.raises(Unavailable):
+                await m.embed()
+            assert calls == sent
+
     calls = 0
 
     async def broken(request: EmbedRequest) -> EmbedResponse:
