@@ -98,7 +98,7 @@ class FakePool:
         else:
             self._gates[index].set()
 
-    async def submit(self, batch: Batch) -> BatchResult:
+    async def submit(self, batch: Batch, *, suspect: bool = False) -> BatchResult:
         self.batches.append(batch)
         gate = asyncio.Event()
         self._gates.append(gate)

@@ -9,12 +9,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import grpc
 import httpx
 import numpy as np
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from phasemesh.config.settings import RpcSettings
-from phasemesh.errors import PhasemeshError, Unavailable
+from phasemesh.errors import PhasemeshError
 from phasemesh.rpc.client import RpcClient
 from phasemesh.rpc.codec import decode_tensor
 from phasemesh.v1 import common_pb2 as common
@@ -37,6 +39,23 @@ def mesh() -> Iterator[Mesh]:
 def readiness(mesh: Mesh) -> tuple[int, dict[str, object]]:
     status, body = mesh.admin("encoder", "/readyz")
     return status, json.loads(body)
+
+
+async def serving(mesh: Mesh) -> dict[str, bool]:
+    """What the encoder's gRPC health says of the server as a whole and of the service."""
+    async with grpc.aio.insecure_channel(mesh.grpc) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        replies = {
+            name: await check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            for name in ("", "phasemesh.v1.EncoderService")
+        }
+    return {name: reply.status == health_pb2.HealthCheckResponse.SERVING for name, reply in replies.items()}
+
+
+async def until_serving(mesh: Mesh, wanted: bool) -> None:
+    async with asyncio.timeout(60):
+        while set((await serving(mesh)).values()) != {wanted}:
+            await asyncio.sleep(0.02)
 
 
 def replicas(mesh: Mesh) -> list[dict[str, object]]:
@@ -94,7 +113,8 @@ async def embed(client: RpcClient, mesh: Mesh, texts: list[str]) -> np.ndarray:
 
 @contextlib.asynccontextmanager
 async def under_load(mesh: Mesh, callers: int = 8):
-    client = RpcClient(rpc=RpcSettings(), key=None)
+    # Without the channel's retries, so that it is the pool's that is seen.
+    client = RpcClient(rpc=RpcSettings(), key=None, retries=False)
     want = await embed(client, mesh, TEXTS)
     load = Load(mesh)
     async with asyncio.TaskGroup() as group:
@@ -113,6 +133,7 @@ async def test_kill_an_actor(mesh: Mesh) -> None:
     victim = next(iter(before.values()))
     statuses: set[int] = set()
     ready: set[object] = set()
+    health: set[bool] = set()
     async with under_load(mesh) as load:
         os.kill(int(str(victim["pid"])), signal.SIGKILL)
         deadline = time.monotonic() + 60
@@ -120,6 +141,7 @@ async def test_kill_an_actor(mesh: Mesh) -> None:
             status, _ = await asyncio.to_thread(readiness, mesh)
             now = {str(replica["id"]): replica for replica in await asyncio.to_thread(replicas, mesh)}
             statuses.add(status)
+            health.update((await serving(mesh)).values())
             ready.add(sum(replica["state"] == "ready" for replica in now.values()))
             if now[str(victim["id"])]["restarts"] == 1 and now[str(victim["id"])]["state"] == "ready":
                 break
@@ -130,6 +152,7 @@ async def test_kill_an_actor(mesh: Mesh) -> None:
     assert load.refused == []
     assert load.wrong == []
     assert statuses == {200}  # the other replica answered all the time
+    assert health == {True}
     assert ready == {1, 2}
     after = {str(replica["id"]): replica for replica in replicas(mesh)}
     assert after[str(victim["id"])]["pid"] != victim["pid"]
@@ -147,16 +170,17 @@ async def test_kill_both_actors_at_once(mesh: Mesh) -> None:
         async with asyncio.timeout(60):
             while not statuses or statuses[-1] != 503:
                 statuses.append((await asyncio.to_thread(readiness, mesh))[0])
-            health = await asyncio.to_thread(mesh.admin, "encoder", "/livez")
-            assert health[0] == 200  # restarting the service would help nobody
+            await until_serving(mesh, False)
+            live = await asyncio.to_thread(mesh.admin, "encoder", "/livez")
+            assert live[0] == 200  # restarting the service would help nobody
             while statuses[-1] != 200:
                 statuses.append((await asyncio.to_thread(readiness, mesh))[0])
                 await asyncio.sleep(0.02)
+            await until_serving(mesh, True)
         await load.until(load.answered + 50)
     assert load.wrong == []
-    # What was running when both died was sent to the second, which died too: that is beyond one retry.
-    assert all(isinstance(error, Unavailable) for error in load.refused)
-    assert len(load.refused) <= 8
+    # What was running when both died may have met two deaths; it is then tried alone, and found innocent.
+    assert load.refused == []
 
 
 def test_kill_the_gateway(mesh: Mesh) -> None:
@@ -234,4 +258,4 @@ async def test_a_disconnect_empties_the_queue(mesh: Mesh) -> None:
             "an empty queue",
         )
     await client.close()
-    assert sorted(took)[1] < 0.1, took
+    assert max(took) < 0.1, took

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import itertools
+import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -144,6 +146,8 @@ def dense(reply: pb.EmbedResponse) -> np.ndarray:
 
 
 CUT = common.Truncation(enabled=True)
+#: Id of "telecommunications" in the vocabulary of BERT.
+LONGEST = 12108
 
 
 # ---- vectors and scores are those of sentence-transformers
@@ -187,6 +191,13 @@ async def test_prompts_dimensions_and_norms(served: Served, paths: dict[str, Pat
     request.dimensions = 8
     cut = raw[:8] / np.linalg.norm(raw[:8])
     np.testing.assert_allclose(dense(await served("Embed", request))[0], cut, atol=1e-5)
+    # The caller's word beats what cutting implies, and the full size implies nothing.
+    request.normalize = False
+    request.encoding = common.VECTOR_ENCODING_FLOAT32
+    np.testing.assert_allclose(dense(await served("Embed", request))[0], raw[:8], atol=1e-4)
+    request.ClearField("normalize")
+    request.dimensions = len(raw)
+    np.testing.assert_allclose(dense(await served("Embed", request))[0], raw, atol=1e-4)
     request.ClearField("dimensions")
     request.prompt_name = ""
     np.testing.assert_allclose(
@@ -326,6 +337,14 @@ BAD = [
     ("Embed", pb.EmbedRequest(model="minilm", inputs=inputs("x"), kinds=[1, 2]), FailedPrecondition, "VECTOR_KIND_NOT_SUPPORTED", "kinds[1]"),
     ("Embed", pb.EmbedRequest(model="minilm", inputs=inputs("x"), kinds=[9]), InvalidArgument, "UNKNOWN_KIND", "kinds[0]"),
     ("Embed", pb.EmbedRequest(model="minilm", inputs=inputs("x"), encoding=9), InvalidArgument, "UNKNOWN_ENCODING", "encoding"),
+    ("Embed", pb.EmbedRequest(model="minilm", inputs=inputs("x"), priority=9), InvalidArgument, "UNKNOWN_PRIORITY", "priority"),
+    ("Embed", pb.EmbedRequest(model="colbert", inputs=inputs("x"), normalize=False), InvalidArgument, "NORMALIZE_NOT_SUPPORTED", "normalize"),
+    ("Score", pb.ScoreRequest(model="minilm", query=inputs("x")[0], documents=inputs("x"), priority=9), InvalidArgument, "UNKNOWN_PRIORITY", "priority"),
+    ("Tokenize", pb.TokenizeRequest(model="minilm", texts=["x" * (2**20 + 1)] * 2), InvalidArgument, "INPUT_TOO_LARGE", "texts"),
+    ("Tokenize", pb.TokenizeRequest(model="minilm", texts=["x", "x" * (2**21 + 1)]), InvalidArgument, "INPUT_TOO_LARGE", "texts[1]"),
+    ("Tokenize", pb.TokenizeRequest(model="minilm", texts=["w " * 400_000], include_tokens=True), InvalidArgument, "REPLY_TOO_LARGE", "texts"),
+    ("Detokenize", pb.DetokenizeRequest(model="minilm", sequences=[{"ids": [1] * 2**18}] * 3), InvalidArgument, "INPUT_TOO_LARGE", "sequences"),
+    ("Detokenize", pb.DetokenizeRequest(model="minilm", sequences=[{"ids": [LONGEST] * 2**19}]), InvalidArgument, "REPLY_TOO_LARGE", "sequences"),
     ("Embed", pb.EmbedRequest(model="minilm", inputs=inputs("x"), role=9), InvalidArgument, "UNKNOWN_ROLE", "role"),
     ("Embed", pb.EmbedRequest(model="minilm", inputs=inputs("x"), adapter="a"), FailedPrecondition, "ADAPTER_NOT_SUPPORTED", "adapter"),
     ("Embed", pb.EmbedRequest(model="minilm", inputs=inputs("x"), dimensions=128), InvalidArgument, "NOT_MATRYOSHKA", "dimensions"),
@@ -431,7 +450,10 @@ async def test_phases_agree_everywhere(pool: InProcessPool, spans: InMemorySpanE
         with tracer().start_as_current_span("caller") as caller:
             reply = await served(method, request)
         phases = reply.timings.phases
-        assert [phase.phase for phase in phases] == list(names.ENCODE_PHASES)
+        tokenized, *computed = names.ENCODE_PHASES
+        # A late-interaction Score waits twice: for its query's vectors, then for the documents' scores.
+        rounds = 1 if method == "Embed" else 2
+        assert [phase.phase for phase in phases] == [tokenized, *computed * rounds]
         for one, two in itertools.pairwise(phases):
             assert one.start_offset_ns + one.duration_ns <= two.start_offset_ns
         last = phases[-1]
@@ -443,25 +465,29 @@ async def test_phases_agree_everywhere(pool: InProcessPool, spans: InMemorySpanE
         server = next(s for s in by_name[f"{SERVICE}/{method}"] if s.kind.name == "SERVER")
         assert server.context is not None
         assert server.context.trace_id == trace_id
+        met: dict[str, int] = {}
         for phase in phases:
-            (span,) = by_name[phase.phase]
+            nth = met[phase.phase] = met.get(phase.phase, -1) + 1
+            span = by_name[phase.phase][nth]
             assert span.parent is not None
             assert span.parent.span_id == server.context.span_id
             assert span.end_time - span.start_time == phase.duration_ns  # type: ignore[operator]  # both ended
             assert server.start_time <= span.start_time <= span.end_time <= server.end_time  # type: ignore[operator]  # ended
         batches = by_name[names.SPAN_BATCH]
-        assert len(batches) == (1 if method == "Embed" else 2)
-        assert {link.context.span_id for link in by_name[names.PHASE_FORWARD][0].links} == {
-            batch.context.span_id for batch in batches if batch.context
-        }
+        assert len(batches) == rounds
+        forwards = by_name[names.PHASE_FORWARD]
+        assert [[link.context.span_id for link in forward.links] for forward in forwards] == [
+            [batch.context.span_id] for batch in batches if batch.context
+        ]
         for batch in batches:
             assert [link.context.span_id for link in batch.links] == [server.context.span_id]
             assert batch.context is not None
             assert batch.context.trace_id != trace_id
         model = "minilm" if method == "Embed" else "colbert"
-        for phase in phases:
-            total = served.value("phasemesh_phase_duration_seconds_sum", phase=phase.phase, model=model)
-            assert total == pytest.approx(phase.duration_ns / 1e9)
+        for name in names.ENCODE_PHASES:
+            total = served.value("phasemesh_phase_duration_seconds_sum", phase=name, model=model)
+            spent = sum(phase.duration_ns for phase in phases if phase.phase == name)
+            assert total == pytest.approx(spent / 1e9)
 
 
 # ---- on a pool that stands still
@@ -561,6 +587,95 @@ async def test_health_and_state_follow_the_replicas(held: tuple[FakePool, Served
         assert served.runtime.health().ok == (state is ReplicaState.READY)
         assert (await served("GetModel", pb.GetModelRequest())).model.state == wire
         assert served.value("phasemesh_replicas", state=state.value) == 1
+
+
+def phases_of(spans: InMemorySpanExporter) -> list[tuple[str, object]]:
+    """Phases by start, each with its error."""
+    found = [span for span in spans.get_finished_spans() if span.name in names.ENCODE_PHASES]
+    found.sort(key=lambda span: span.start_time or 0)
+    return [(span.name, (span.attributes or {}).get(names.ERROR_TYPE)) for span in found]
+
+
+async def test_phases_of_requests_that_fail(pool: InProcessPool, spans: InMemorySpanExporter) -> None:
+    fake = FakePool(dim=checkpoints.HIDDEN)
+    mrl = tuple(model for model in pool.models if model.name == "mrl")
+    async with serving(fake, mrl, max_batch_tokens=16, max_queued_tokens=64) as served:
+
+        async def failed(
+            request: pb.EmbedRequest, kind: type[PhasemeshError], timeout_s: float = 30
+        ) -> list[tuple[str, object]]:
+            spans.clear()
+            with tracer().start_as_current_span("caller"), pytest.raises(kind):
+                await served("Embed", request, timeout_s)
+            while not any(span.name == f"{SERVICE}/Embed" and span.kind.name == "SERVER"
+                          for span in spans.get_finished_spans()):  # fmt: skip
+                await asyncio.sleep(0.001)
+            return phases_of(spans)
+
+        refused = await failed(pb.EmbedRequest(inputs=inputs("w " * 14) * 5), InvalidArgument)
+        assert refused == [(names.PHASE_TOKENIZE, None), (names.PHASE_QUEUE, "REQUEST_TOO_LARGE")]
+        fake.poison = set(range(1000))
+        poisoned = await failed(pb.EmbedRequest(inputs=inputs("w")), PhasemeshError)
+        begun = [(names.PHASE_TOKENIZE, None), (names.PHASE_QUEUE, None)]
+        assert poisoned == [*begun, (names.PHASE_FORWARD, "INTERNAL")]
+        fake.poison = set()
+        fake.held = True
+        running = await failed(pb.EmbedRequest(inputs=inputs("w")), DeadlineExceeded, 0.2)
+        assert running == [*begun, (names.PHASE_FORWARD, "CancelledError")]
+        fake.set_states(ReplicaState.RESTARTING)
+        waiting = await failed(pb.EmbedRequest(inputs=inputs("w")), DeadlineExceeded, 0.2)
+        assert waiting == [begun[0], (names.PHASE_QUEUE, "CancelledError")]
+        assert (
+            served.value("phasemesh_phase_duration_seconds_count", phase=names.PHASE_QUEUE, model="mrl") == 4
+        )
+
+
+async def test_the_tokenizer_is_refused_what_it_has_no_time_for(held: tuple[FakePool, Served]) -> None:
+    fake, served = held
+    fake.release()
+    shop, free = served.runtime._shop, threading.Event()
+    shop.tokenizer_backlog_bytes = 100
+    blocked = [served.runtime._threads.submit(free.wait, 30) for _ in range(os.cpu_count() or 1)]
+    try:
+        # Larger than the bound, and taken because nothing else is there.
+        first = asyncio.create_task(served("Tokenize", pb.TokenizeRequest(texts=["w " * 100])))
+        while not shop._tokenizing_bytes:
+            await asyncio.sleep(0.001)
+        for method, request in (
+            ("Tokenize", pb.TokenizeRequest(texts=["w"])),
+            ("Detokenize", pb.DetokenizeRequest(sequences=[{"ids": [1]}])),
+            ("Embed", pb.EmbedRequest(inputs=inputs("w"))),
+        ):
+            with pytest.raises(ResourceExhausted) as caught:
+                await served(method, request)
+            assert caught.value.retry_after_s
+        # A caller that leaves takes what wasn't begun with it.
+        first.cancel()
+        while shop._tokenizing_bytes:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(served("Tokenize", pb.TokenizeRequest(texts=["w"])))
+        while not shop._tokenizing_bytes:
+            await asyncio.sleep(0.001)
+    finally:
+        free.set()
+    assert (await second).texts
+    assert all(future.result() for future in blocked)
+    assert shop._tokenizing_bytes == 0
+
+
+async def test_a_service_without_any_replica_left_says_so(held: tuple[FakePool, Served]) -> None:
+    fake, served = held
+    lost = asyncio.create_task(served.runtime.wait_lost())
+    fake.set_states(ReplicaState.FAILED, ReplicaState.RESTARTING)
+    await asyncio.sleep(0)
+    assert not lost.done()
+    fake.lost = True
+    fake.release()
+    fake.set_states(ReplicaState.FAILED, ReplicaState.FAILED)
+    assert "every replica" in await asyncio.wait_for(lost, 10)
+    assert not served.runtime.health().ok
+    with pytest.raises(Unavailable):
+        await served("Embed", pb.EmbedRequest(inputs=inputs("w")))
 
 
 async def test_a_failing_query_fails_the_request(held: tuple[FakePool, Served]) -> None:

@@ -31,6 +31,10 @@ from phasemesh.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
 logger = logging.getLogger(__name__)
 
+#: Exit status when no worker is left and none will come (EX_UNAVAILABLE of sysexits.h): whoever keeps this
+#: process running starts a new one, with new workers.
+EXIT_LOST = 69
+
 ROLE = "encoder"
 SERVICE = "phasemesh.v1.EncoderService"
 
@@ -61,6 +65,7 @@ def pool_config(settings: Settings) -> PoolConfig:
         threads=encoder.threads,
         tracing=tracing_settings(settings),
         start_timeout_s=encoder.start_timeout_s,
+        log_level=settings.log.level,
     )
 
 
@@ -68,6 +73,7 @@ def run_encoder(settings: Settings, *, exit_with_parent: bool = False) -> None:
     """Serve until SIGTERM, SIGINT or, on request, the parent's death; then drain.
 
     Raises:
+        SystemExit: nothing can be computed here any more (`EXIT_LOST`).
         SettingsError: no models are configured.
         PoolStartError: Ray or the workers can't start.
         EncoderStartError: a model doesn't answer.
@@ -93,7 +99,9 @@ def run_encoder(settings: Settings, *, exit_with_parent: bool = False) -> None:
                 )
             )
             stack.callback(cluster.stop)
-        asyncio.run(_serve(settings, exit_with_parent))
+        lost = asyncio.run(_serve(settings, exit_with_parent))
+    if lost:
+        sys.exit(EXIT_LOST)
 
 
 async def _start_pool(settings: Settings) -> RayPool | InProcessPool:
@@ -102,7 +110,8 @@ async def _start_pool(settings: Settings) -> RayPool | InProcessPool:
     return pool
 
 
-async def _serve(settings: Settings, exit_with_parent: bool) -> None:
+async def _serve(settings: Settings, exit_with_parent: bool) -> str:
+    """Serve; returns why the service was lost, "" where it was told to stop."""
     encoder = settings.encoder
     metrics = Metrics()
     metrics.start_at_zero(ENCODE_PHASES, [model.name for model in encoder.models])
@@ -132,7 +141,7 @@ async def _serve(settings: Settings, exit_with_parent: bool) -> None:
         if not starting.done():
             starting.cancel()
             await asyncio.wait({starting})
-            return
+            return ""
         pool = starting.result()
         stack.push_async_callback(pool.close)
 
@@ -158,9 +167,18 @@ async def _serve(settings: Settings, exit_with_parent: bool) -> None:
             "encoder ready",
             extra={"port": port, "admin_port": admin_port, "models": [model.name for model in pool.models]},
         )
-        await stop
+        losing = asyncio.ensure_future(runtime.wait_lost())
+        await asyncio.wait({stop, losing}, return_when=asyncio.FIRST_COMPLETED)
+        lost = losing.result() if losing.done() else ""
+        losing.cancel()
+        if stop.done():
+            stop.result()
+        if lost:
+            follow_health()
+            logger.error("encoder is lost and exits, to be started again", extra={"why": lost})
         logger.info("encoder draining")
         await server.drain()
         await runtime.drain()
         await pool.drain(settings.rpc.drain_s)
     logger.info("encoder stopped")
+    return lost

@@ -1,7 +1,8 @@
 """The queue in front of the batcher: what may wait, what is refused, and in which order it is offered.
 
 Invariants: the counters equal the sum over the items that wait, at every moment; an item that is dropped is
-out of them, and of the queue, at once; nothing waits that its caller no longer wants.
+out of them, and of the queue, at once; nothing waits that its caller no longer wants; what a scrape reads
+from its own thread is a number, never a queue that the loop may be changing.
 
 Order: first in, first out within a lane; between lanes the one whose head is oldest. Fairness between callers
 belongs into `lanes_by_turn`.
@@ -9,6 +10,7 @@ belongs into `lanes_by_turn`.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +61,8 @@ class Admission:
         self.queued_items = 0
         #: Tokens handed to the pool and not yet back; they are ahead of whatever is admitted.
         self.outstanding_tokens = 0
+        #: When the oldest waiting item was admitted; infinity for none.
+        self._oldest_enqueued_s = math.inf
         metrics.queue_oldest.set_function(self.oldest_s)
 
     def admit(
@@ -126,9 +130,9 @@ class Admission:
             item.state = State.DISPATCHED
 
     def oldest_s(self) -> float:
-        """Age of the oldest waiting item, seconds; 0 for none."""
-        heads = [next(iter(queue)).enqueued_s for queue in self._lanes.values()]
-        return self._now_s() - min(heads) if heads else 0.0
+        """Age of the oldest waiting item, seconds; 0 for none. May be asked from any thread."""
+        enqueued_s = self._oldest_enqueued_s
+        return 0.0 if enqueued_s == math.inf else self._now_s() - enqueued_s
 
     def estimated_wait_s(self) -> float:
         """Seconds until the pool could begin with what is admitted now; 0 before anything was measured."""
@@ -184,6 +188,9 @@ class Admission:
         self._count(lane.model, -sum(item.tokens for item in items), -len(items))
 
     def _count(self, model: str, tokens: int, items: int) -> None:
+        self._oldest_enqueued_s = min(
+            (next(iter(queue)).enqueued_s for queue in self._lanes.values()), default=math.inf
+        )
         self.queued_tokens += tokens
         self.queued_items += items
         self._model_tokens[model] = self._model_tokens.get(model, 0) + tokens

@@ -1,10 +1,13 @@
 """Forms batches when the pool can take one, and sees each through to its items' results.
 
 Invariants: every item taken from the queue is settled exactly once, whatever fails; a batch holds one lane
-only; no timer holds work back; at most as many batches are outstanding as the pool has places (one while it
-has none, so that the pool itself can wait for a replica).
+only; no timer holds work back; at most as many batches are outstanding as the pool has places. While it has
+none but may have some later, work stays in the queue, which forgets what nobody waits for any more.
 
-A batch that fails is halved until the item at fault is alone: only that one fails.
+A batch that fails is halved until the item at fault is alone: only that one fails. The items of a batch that
+was lost with its workers are tried one by one, and with nothing else in flight (`Isolation`): an item that
+kills a worker twice more, by itself, is at fault. They aren't halved, because each half that holds the item
+would cost another worker, which takes seconds to come back where a batch of one takes milliseconds.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from opentelemetry.context import Context
 
 from phasemesh.encoder.admission import Admission
 from phasemesh.encoder.assembly import Assembled, assemble, disassemble
+from phasemesh.encoder.isolation import Isolation
 from phasemesh.encoder.items import Item, State, Ticket
 from phasemesh.encoder.selection import WINDOW_ITEMS, choose, split
 from phasemesh.encoder.throughput import BusyMeter
@@ -35,8 +39,14 @@ _log = logging.getLogger(__name__)
 
 #: A budget is not halved below this; a device without memory for it has another problem.
 MIN_BATCH_TOKENS = 64
+#: Workers that an item has to kill alone before it is at fault: one may have died of something else.
+_TRIALS = 2
 #: Time that a lost replica is given to come back, before its callers are told to try again, seconds.
 _REPLICA_RETRY_S = 2.0
+
+
+class WorkerCrashed(Exception):
+    """An input killed every worker that it was given to alone; for the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +76,12 @@ class Batcher:
         now_s: Callable[[], float],
         now_ns: Callable[[], int],
         on_finite: Callable[[str], None] = lambda model: None,
+        on_stopped: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_finite` is told the model of every batch that brought a finite result."""
+        """`on_finite` is told the model of every batch that brought a finite result.
+
+        `on_stopped` is called if forming batches ends by a bug: nothing will be computed any more.
+        """
         self._pool = pool
         self._admission = admission
         self._meter = meter
@@ -76,6 +90,8 @@ class Batcher:
         self._now_s = now_s
         self._now_ns = now_ns
         self._on_finite = on_finite
+        self._on_stopped = on_stopped
+        self._isolation = Isolation()
         self._budgets: dict[str, int] = {}
         self._last_end_ns: dict[str, int] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -86,6 +102,7 @@ class Batcher:
         """Begin to form batches."""
         # An empty context: a task made from a request's would carry that request's trace for ever.
         self._loop = asyncio.create_task(self._form_batches(), name="batcher", context=contextvars.Context())
+        self._loop.add_done_callback(self._stopped)
 
     def wake(self) -> None:
         """Look again: something was queued, or the pool's places changed."""
@@ -98,10 +115,7 @@ class Batcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._loop = None
-        for lane in list(self._admission.lanes_by_turn()):
-            items = list(self._admission.waiting(lane))
-            self._admission.take(items)
-            _settle(items, _shutting_down())
+        self._fail_waiting(_shutting_down())
 
     def budget(self, model: str) -> int:
         """Tokens of a batch of `model`, padding included."""
@@ -111,13 +125,36 @@ class Batcher:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            while len(self._running) < max(1, self._pool.stats().capacity):
+            while not self._isolation.wanted and len(self._running) < self._places():
                 items = self._next_batch()
                 if not items:
                     break
                 task = asyncio.create_task(self._run(items))
                 self._running.add(task)
                 task.add_done_callback(self._finished)
+
+    def _places(self) -> int:
+        stats = self._pool.stats()
+        if stats.capacity or stats.recovering:
+            return stats.capacity
+        # Nothing will ever come: the pool's refusal is the callers' answer.
+        return 1
+
+    def _stopped(self, loop: asyncio.Task[None]) -> None:
+        if loop.cancelled():
+            return
+        error = Internal()
+        _log.critical(
+            "the batcher has stopped", exc_info=loop.exception(), extra={"error_id": error.error_id}
+        )
+        self._fail_waiting(error)
+        self._on_stopped()
+
+    def _fail_waiting(self, error: PhasemeshError) -> None:
+        for lane in list(self._admission.lanes_by_turn()):
+            items = list(self._admission.waiting(lane))
+            self._admission.take(items)
+            _settle(items, error)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -146,11 +183,18 @@ class Batcher:
         self._admission.outstanding_tokens += tokens
         # Parts still to be computed, the next one last.
         parts = [items]
+        suspects: list[Item] = []
         try:
             while parts:
-                part = [item for item in parts.pop() if item.state is State.DISPATCHED]
-                if part:
-                    parts += reversed(await self._compute(part))
+                part = parts.pop()
+                async with self._isolation.shared():
+                    # Now, and not before: it may have waited, and its callers may have left.
+                    if part := self._wanted(part):
+                        smaller, lost = await self._compute(part)
+                        parts += reversed(smaller)
+                        suspects += lost
+            if suspects:
+                await self._try_alone(suspects)
         except asyncio.CancelledError:
             _settle(items, _shutting_down())
             raise
@@ -159,20 +203,46 @@ class Batcher:
         finally:
             self._admission.outstanding_tokens -= tokens
 
-    async def _compute(self, items: list[Item]) -> list[list[Item]]:
-        """Compute `items` as one batch; the parts to try instead if it failed."""
+    def _wanted(self, items: Sequence[Item]) -> list[Item]:
+        """Those of `items` that somebody still waits for."""
+        now_s = self._now_s()
+        for ticket in {item.ticket for item in items if item.state is State.DISPATCHED}:
+            if ticket.deadline_s <= now_s:
+                self._expire(ticket)
+        return [item for item in items if item.state is State.DISPATCHED]
+
+    async def _try_alone(self, suspects: list[Item]) -> None:
+        """Compute each of `suspects` by itself; fail those that kill workers."""
+        self._metrics.batch_retries.inc()
+        async with self._isolation.alone():
+            for suspect in suspects:
+                for _ in range(_TRIALS):
+                    lost = self._wanted([suspect])
+                    if lost:
+                        _, lost = await self._compute(lost, suspect=True)
+                    if not lost:
+                        break
+                else:
+                    self._fail([suspect], WorkerCrashed(f"{suspect.tokens} tokens killed {_TRIALS} workers"))
+
+    async def _compute(
+        self, items: list[Item], *, suspect: bool = False
+    ) -> tuple[list[list[Item]], list[Item]]:
+        """Compute `items` as one batch; if it failed, the parts to try instead and the items to try alone."""
         lane = items[0].lane
         batch_id = uuid.uuid4().hex[:16]
         span = self._start_span(items, batch_id)
         try:
             assembled = assemble(items, batch_id=batch_id, carrier=inject(span))
             dispatched_ns = self._now_ns()
+            for item in items:
+                item.ticket.dispatched_ns = item.ticket.dispatched_ns or dispatched_ns
             computed = 0
             padded = max(item.tokens for item in items) * len(items)
             full = self._admission.queued_items > 0 or 2 * padded >= self.budget(lane.model)
             self._meter.began()
             try:
-                result = await self._pool.submit(assembled.batch)
+                result = await self._pool.submit(assembled.batch, suspect=suspect)
                 computed = assembled.batch.sequences.tokens
             finally:
                 self._meter.ended(computed, full=full)
@@ -180,8 +250,10 @@ class Batcher:
         except ReplicaLost as error:
             span.set_attribute(names.ERROR_TYPE, "ReplicaLost")
             _log.warning("batch lost", extra={"batch_id": batch_id, "model": lane.model, "cause": str(error)})
+            if error.deaths:
+                return [], items
             lost = Unavailable(
-                "the replica that computed this was lost; try again",
+                "no replica is left to compute this; try again",
                 reason="REPLICA_LOST",
                 retry_after_s=_REPLICA_RETRY_S,
             )
@@ -189,10 +261,10 @@ class Batcher:
             _settle(items, lost)
         except ComputeFailed as error:
             span.set_attribute(names.ERROR_TYPE, "OutOfMemory" if error.out_of_memory else "ComputeFailed")
-            return self._retry_parts(items, error)
+            return self._retry_parts(items, error), []
         finally:
             span.end()
-        return []
+        return [], []
 
     def _retry_parts(self, items: list[Item], error: ComputeFailed) -> list[list[Item]]:
         model = items[0].lane.model
@@ -275,13 +347,12 @@ class Batcher:
             )
             error_id = None
         else:
-            error = Internal()
+            error = Internal(reason="WORKER_CRASHED" if isinstance(cause, WorkerCrashed) else None)
             error_id = error.error_id
-        _log.error(
-            "input failed",
-            exc_info=cause,
-            extra={"error_id": error_id, "model": items[0].lane.model, "items": len(items)},
-        )
+        fields: dict[str, object] = {"error_id": error_id, "model": items[0].lane.model, "items": len(items)}
+        if isinstance(cause, ComputeFailed) and cause.worker_traceback:
+            fields["worker_traceback"] = cause.worker_traceback
+        _log.error("input failed", exc_info=cause, extra=fields)
         self._count_failures(items, error)
         _settle(items, error)
 

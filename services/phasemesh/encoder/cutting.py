@@ -4,7 +4,10 @@ A megabyte of text takes about a second to tokenize, of which a model then reads
 characters as could fill the model are tokenized, and more of them only where the tokens that are kept come
 close to the cut: there a token (a word beyond WordPiece's limit, a merge) might depend on what was left out.
 
-Invariant: what is returned is what tokenizing the whole text and cutting its ids would have given.
+Invariant: what is returned is what tokenizing the whole text and cutting its ids would have given, for every
+tokenizer in which no token depends on characters farther than `MARGIN_CHARS` behind it (before it, where the
+end of a text is kept). That holds for WordPiece, and for BPE over words; a tokenizer that reads a stretch
+without any space as one word can see farther, and may differ in the last tokens of such a text.
 """
 
 from __future__ import annotations
@@ -66,6 +69,25 @@ def tokenize(
             if i not in contents:
                 contents[i] = _bounded(tokenizer, text, room, bound, left)
     return [contents[i] for i in range(len(texts))]
+
+
+def keep(content: Content, room: int, left: bool) -> Content:
+    """The first `room` tokens of `content`, or the last ones where `left` is cut; all if there are fewer."""
+    if len(content.ids) <= room:
+        return content
+    part = slice(len(content.ids) - room, None) if left else slice(0, room)
+    starts = None if content.starts is None else content.starts[part]
+    ends = None if content.ends is None else content.ends[part]
+    return Content(content.ids[part], starts, ends, cut=True)
+
+
+def keep_behind(lead: Int32, content: Content, room: int) -> Content:
+    """`lead`, int32[k], with empty spans, then as many of the last tokens of `content` as `room` allows."""
+    tail = keep(content, room - len(lead), True)
+    blank = np.zeros(len(lead), np.int32)
+    starts = None if tail.starts is None else np.concatenate((blank, tail.starts))
+    ends = None if tail.ends is None else np.concatenate((blank, tail.ends))
+    return Content(np.concatenate((lead, tail.ids)), starts, ends, cut=True)
 
 
 def _bounded(tokenizer: Tokenizer, text: str, room: int, bound: int, left: bool) -> Content:

@@ -10,10 +10,12 @@ from phasemesh.encoder.items import Encoded, Lane
 from phasemesh.encoder.models import ServedModel
 from phasemesh.encoder.requests import (
     check_count,
+    check_priority,
     check_reply,
     cut_of,
     encode_inputs,
     encoded_items,
+    item_error,
     name_fields,
     prompt_of,
     raise_if_all_failed,
@@ -32,8 +34,9 @@ from phasemesh.v1 import encoder_pb2 as pb
 from phasemesh.v1.common_pb2 import VECTOR_ENCODING_BFLOAT16, VECTOR_ENCODING_FLOAT16, Tensor, VectorEncoding
 
 _OUTPUTS = {pb.VECTOR_KIND_DENSE: Output.DENSE, pb.VECTOR_KIND_TOKEN: Output.TOKENS}
-#: Most bytes of an input's entry in the reply that isn't a vector: counts, an error's text.
-_ITEM_BYTES = 64
+#: Most bytes of an input's entry in the reply that isn't a vector: two counts, or the error of an input that
+#: fails when it is computed. Other errors are known before and are counted as they are.
+_ITEM_BYTES = 256
 #: Most bytes of a token's id and span in the reply.
 _DETAIL_BYTES = 15
 
@@ -49,6 +52,7 @@ async def embed(shop: Workshop, job: Job, request: pb.EmbedRequest) -> pb.EmbedR
     kinds = _kinds(model, request.kinds)
     check_count(len(request.inputs), shop, "inputs")
     _check_encoding(request.encoding)
+    check_priority(request.priority)
     if request.adapter:
         raise FailedPrecondition(
             f"the model {model.name!r} has no adapters; leave it empty",
@@ -56,13 +60,15 @@ async def embed(shop: Workshop, job: Job, request: pb.EmbedRequest) -> pb.EmbedR
             field="adapter",
         )
     dimensions = _dimensions(model, request)
+    normalize = _normalize(model, request, kinds)
     role = role_of(request.role)
     prompt = prompt_of(model, role, request.prompt_name if request.HasField("prompt_name") else None)
     cut = cut_of(request.truncation)
     details = request.include_token_details and pb.VECTOR_KIND_TOKEN in kinds
     wires = [(f"inputs[{i}]", wire) for i, wire in enumerate(request.inputs)]
     rows = await job.tokenize(
-        lambda: encode_inputs(model, wires, shop, role=role, prompt=prompt, cut=cut, spans=details)
+        lambda: encode_inputs(model, wires, shop, role=role, prompt=prompt, cut=cut, spans=details),
+        request.ByteSize(),
     )
     raise_if_all_failed(rows)
     good = [row for row in rows if isinstance(row, Row)]
@@ -85,7 +91,6 @@ async def embed(shop: Workshop, job: Job, request: pb.EmbedRequest) -> pb.EmbedR
         items=encoded_items(rows, results, shop, model),
         usage=usage_of(rows, results, shop, model),
     )
-    normalize = request.normalize if request.HasField("normalize") else None
     if pb.VECTOR_KIND_DENSE in kinds:
         reply.dense.CopyFrom(_dense(model, results, request, dimensions, normalize))
     if pb.VECTOR_KIND_TOKEN in kinds:
@@ -154,6 +159,23 @@ def _dimensions(model: ServedModel, request: pb.EmbedRequest) -> int | None:
     raise InvalidArgument(f"dimensions is {wanted}; {words}", reason=reason, field="dimensions")
 
 
+def _normalize(
+    model: ServedModel, request: pb.EmbedRequest, kinds: tuple[pb.VectorKind.ValueType, ...]
+) -> bool | None:
+    """The caller's wish, None where there is none."""
+    if not request.HasField("normalize"):
+        return None
+    unit_rows = model.recipe.late_interaction is not None and pb.VECTOR_KIND_TOKEN in kinds
+    if unit_rows and not request.normalize:
+        raise InvalidArgument(
+            f"the token vectors of the model {model.name!r} are unit vectors by its definition;"
+            " leave normalize out or true",
+            reason="NORMALIZE_NOT_SUPPORTED",
+            field="normalize",
+        )
+    return request.normalize
+
+
 def _reply_bytes(
     model: ServedModel,
     rows: Sequence[Row | PhasemeshError],
@@ -163,7 +185,8 @@ def _reply_bytes(
     details: bool,
 ) -> int:
     number = 2 if encoding in (VECTOR_ENCODING_FLOAT16, VECTOR_ENCODING_BFLOAT16) else 4
-    size = 1024 + _ITEM_BYTES * len(rows)
+    faults = sum(item_error(row).ByteSize() for row in rows if isinstance(row, PhasemeshError))
+    size = 1024 + _ITEM_BYTES * len(rows) + faults
     if pb.VECTOR_KIND_DENSE in kinds:
         size += len(rows) * (dimensions or model.recipe.dim) * number
     if pb.VECTOR_KIND_TOKEN in kinds:
@@ -184,10 +207,11 @@ def _dense(
         if isinstance(result, Encoded):
             assert result.dense is not None
             vectors[i] = result.dense
-    if dimensions is not None:
-        # Slice first: a slice of a unit vector isn't one.
-        vectors = unit(vectors[:, :dimensions])
-    elif model.recipe.normalize if normalize is None else normalize:
+    if normalize is None:
+        normalize = model.recipe.normalize or (dimensions or model.recipe.dim) < model.recipe.dim
+    # Slice first: a slice of a unit vector isn't one.
+    vectors = vectors[:, :dimensions]
+    if normalize:
         vectors = unit(vectors)
     return encode_tensor(vectors, request.encoding)
 

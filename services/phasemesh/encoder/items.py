@@ -105,7 +105,8 @@ class Ticket:
         span_context: of the request's server span.
         items: in the order of the caller's rows.
         results: one per item, in the same order.
-        first_start_ns: start of the first forward that held one of the items; 0 for none yet.
+        dispatched_ns: when the first of the items was handed to the pool; 0 for none yet.
+        first_start_ns: start of the first forward that held one of the items and came back; 0 for none yet.
         last_end_ns: arrival of the last result.
         last_pool_ns: what the worker spent pooling in the batch that brought the last result.
         batches: span contexts of the batches that held the items.
@@ -115,6 +116,7 @@ class Ticket:
     span_context: SpanContext
     items: list[Item] = field(default_factory=list)
     results: list[Encoded | PhasemeshError | None] = field(default_factory=list)
+    dispatched_ns: int = 0
     first_start_ns: int = 0
     last_end_ns: int = 0
     last_pool_ns: int = 0

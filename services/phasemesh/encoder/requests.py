@@ -25,6 +25,7 @@ from phasemesh.v1.common_pb2 import (
     InputRole,
     ItemError,
     PhaseTiming,
+    Priority,
     Timings,
     Truncation,
     TruncationSide,
@@ -101,6 +102,20 @@ def cut_of(truncation: Truncation) -> Cut:
         left=truncation.side == TRUNCATION_SIDE_LEFT,
         max_tokens=truncation.max_tokens if given else None,
     )
+
+
+def check_priority(priority: Priority.ValueType) -> None:
+    """Refuse a priority that doesn't exist; those that do are all served alike, in order of arrival.
+
+    Raises:
+        InvalidArgument: there is no such priority.
+    """
+    if priority not in Priority.values():
+        raise InvalidArgument(
+            f"there is no priority {priority}; use one of {', '.join(Priority.keys())}",
+            reason="UNKNOWN_PRIORITY",
+            field="priority",
+        )
 
 
 def check_count(count: int, shop: Workshop, field: str) -> None:
@@ -300,8 +315,14 @@ def timings_of(job: Job) -> Timings:
     )
 
 
-def check_reply(size_bytes: int, shop: Workshop, advice: str) -> None:
+def check_reply(size_bytes: int, shop: Workshop, advice: str, field: str = "inputs") -> None:
     """Refuse what couldn't be sent, before it is computed.
+
+    Args:
+        size_bytes: about what the reply would have.
+        shop: has the limit.
+        advice: what the caller could do about it.
+        field: of the request, the one that makes the reply so large.
 
     Raises:
         InvalidArgument: the reply would be over the limit of a message.
@@ -311,5 +332,5 @@ def check_reply(size_bytes: int, shop: Workshop, advice: str) -> None:
             f"the reply would have about {size_bytes} bytes and a message holds {shop.max_message_bytes}"
             f" (rpc.max_message_bytes); {advice}",
             reason="REPLY_TOO_LARGE",
-            field="inputs",
+            field=field,
         )

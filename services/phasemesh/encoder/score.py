@@ -14,6 +14,7 @@ from phasemesh.encoder.items import Encoded, Lane
 from phasemesh.encoder.models import SCORE_TYPE_TO_WIRE, ServedModel
 from phasemesh.encoder.requests import (
     check_count,
+    check_priority,
     content_of,
     cut_of,
     encode_inputs,
@@ -73,6 +74,7 @@ async def score(shop: Workshop, job: Job, request: pb.ScoreRequest) -> pb.ScoreR
             reason="UNKNOWN_ACTIVATION",
             field="activation",
         )
+    check_priority(request.priority)
     if request.HasField("instruction"):
         raise FailedPrecondition(
             f"the template of the model {model.name!r} takes no instruction; leave it out",
@@ -148,7 +150,7 @@ async def _cross_encoder(
             rows[i] = located(pair, located_at) if isinstance(pair, PhasemeshError) else pair
         return [rows[i] for i in range(len(request.documents))]
 
-    rows = await job.tokenize(encode)
+    rows = await job.tokenize(encode, request.ByteSize())
     raise_if_all_failed(rows)
     lane = Lane(model.name, frozenset({Output.LOGITS}))
     results = _documents(rows, await job.compute(lane, _good(rows)))
@@ -239,7 +241,7 @@ async def _tokenize_sides(
         }
         return encoded[Role.QUERY][0], encoded[Role.DOCUMENT]
 
-    query, rows = await job.tokenize(encode)
+    query, rows = await job.tokenize(encode, request.ByteSize())
     if isinstance(query, PhasemeshError):
         raise query
     raise_if_all_failed(rows)

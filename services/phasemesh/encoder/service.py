@@ -1,7 +1,8 @@
 """The encoder service put together, and the truth about its health.
 
-Invariant: it calls itself ready only while a replica answers, every model has given a finite result, and no
-drain has begun.
+Invariants: it calls itself ready only while a replica answers, every model has given a finite result, and no
+drain has begun; when nothing can make it ready again, it says so (`wait_lost`), so that its process can end
+and be started anew.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ class EncoderRuntime:
             now_s=now_s,
             now_ns=now_ns,
             on_finite=self._finite.add,
+            on_stopped=lambda: self._lose("the batcher has stopped"),
         )
         self._shop = Workshop(
             models=table,
@@ -121,6 +123,8 @@ class EncoderRuntime:
         self.servicer = EncoderServicer(self._shop, pool.stats)
         metrics.start_at_zero(names.ENCODE_PHASES, [model.name for model in models])
         self._unlisten: Callable[[], None] | None = None
+        self._why_lost = ""
+        self._lost = asyncio.Event()
 
     async def start(self) -> None:
         """Try each model once, then begin to serve.
@@ -139,6 +143,11 @@ class EncoderRuntime:
         self._shop.draining = True
         await self._shop.idle()
 
+    async def wait_lost(self) -> str:
+        """Wait until nothing will ever be computed here again; returns why."""
+        await self._lost.wait()
+        return self._why_lost
+
     async def close(self) -> None:
         """Stop at once; what still waits fails as unavailable."""
         self._shop.draining = True
@@ -154,8 +163,9 @@ class EncoderRuntime:
         draining = self._shop.draining
         unproven = [model.name for model in self._table.models if model.name not in self._finite]
         return Health(
-            ok=stats.ready > 0 and not unproven and not draining,
+            ok=stats.ready > 0 and not unproven and not draining and not self._why_lost,
             detail={
+                "lost": self._why_lost,
                 "ready_replicas": stats.ready,
                 "replicas": [
                     {
@@ -202,3 +212,10 @@ class EncoderRuntime:
             self._metrics.replicas.labels(state).set(count)
         self._metrics.replica_restarts.set(sum(replica.restarts for replica in stats.replicas))
         self._batcher.wake()
+        if stats.lost:
+            self._lose("every replica has failed for good")
+
+    def _lose(self, why: str) -> None:
+        if not self._why_lost:
+            self._why_lost = why
+            self._lost.set()

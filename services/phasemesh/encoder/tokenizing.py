@@ -4,6 +4,9 @@ One `TextEncoder` per model runs the serialised Rust tokenizer that the worker b
 on ids: the tokenizer object is shared work in progress as soon as its truncation is set on it ("Already
 borrowed"), so that none ever is. Each running call has a clone of its own.
 
+What stands around the text (special tokens, markers, the prompt) is never cut, unless it leaves no room for
+the text at all: cutting the beginning takes it from behind the prompt.
+
 Reference: sentence-transformers 6.2 (`Transformer.preprocess`, `MultiVectorMask`), PyLate 1.6 for markers and
 expansion.
 """
@@ -17,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from tokenizers import Tokenizer
 
-from phasemesh.encoder.cutting import Content, tokenize
+from phasemesh.encoder.cutting import Content, keep, keep_behind, tokenize
 from phasemesh.encoder.rows import Row
 from phasemesh.encoder.template import longest_first, pair_template, single_template
 from phasemesh.errors import InvalidArgument, PhasemeshError
@@ -31,7 +34,7 @@ class Cut:
 
     Attributes:
         enabled: cut them; False refuses them.
-        left: cut the beginning instead of the end.
+        left: cut the beginning of the text, behind the prompt, instead of the end.
         max_tokens: a limit below the model's own, special tokens included; None for the model's own.
     """
 
@@ -91,6 +94,7 @@ class TextEncoder:
             contents = tokenize(
                 tokenizer, [prompt + text for text in texts], room=room, left=cut.left, spans=spans
             )
+            lead = self._prompt_content(tokenizer, prompt) if prompt and cut.left else None
             head = self._prompt_head(tokenizer, prompt)[1] if self._excludes(prompt) else 0
         rows: list[Row | PhasemeshError] = []
         for content in contents:
@@ -98,8 +102,13 @@ class TextEncoder:
             if too_long and not cut.enabled:
                 rows.append(_too_long(None if content.cut else len(content.ids) + added, limit))
                 continue
-            row = self._assemble(_slice(content, room, cut.left), role, len(prompt), expand=True)
-            rows.append(replace(row, truncated=too_long, prompt_tokens=min(head, len(row))))
+            kept, has_prompt = keep(content, room, cut.left), True
+            if too_long and lead is not None:
+                has_prompt = len(lead) < room
+                kept = keep_behind(lead, content, room) if has_prompt else kept
+            row = self._assemble(kept, role, len(prompt), expand=True)
+            prompt_tokens = min(head, len(row)) if has_prompt else 0
+            rows.append(replace(row, truncated=too_long, prompt_tokens=prompt_tokens))
         return rows
 
     def encode_ids(self, ids: Sequence[int], *, prompt: str, role: Role | None, cut: Cut) -> Row:
@@ -117,8 +126,8 @@ class TextEncoder:
         if len(row) > limit:
             if not cut.enabled:
                 raise _too_long(len(row), limit)
-            prefix, suffix = self._single.prefix.ids, self._single.suffix.ids
-            keep_prefix = len(prefix) if np.array_equal(row[: len(prefix)], prefix) else 0
+            suffix = self._single.suffix.ids
+            keep_prefix = self._lead(row, prompt, role, limit, left=cut.left)
             keep_suffix = len(suffix) if len(suffix) and np.array_equal(row[-len(suffix) :], suffix) else 0
             room = self._room(limit, keep_prefix + keep_suffix)
             inner = row[keep_prefix : len(row) - keep_suffix]
@@ -175,7 +184,7 @@ class TextEncoder:
                 continue
             one, two = longest_first(len(first.ids), len(second.ids), room)
             ids, type_ids = self._pair.assemble(
-                _slice(first, one, cut.left).ids, _slice(second, two, cut.left).ids
+                keep(first, one, cut.left).ids, keep(second, two, cut.left).ids
             )
             rows.append(Row(ids=ids, type_ids=type_ids if type_ids.any() else None, truncated=over))
         return rows
@@ -216,6 +225,23 @@ class TextEncoder:
                 raise
         with self._tokenizer() as tokenizer:
             return tokenizer.decode_batch([list(ids) for ids in sequences], skip_special_tokens=skip_special)
+
+    def _lead(self, row: Int32, prompt: str, role: Role | None, limit: int, *, left: bool) -> int:
+        """Leading tokens of the caller's ids that stay: special tokens, the marker, and the prompt."""
+        marker, prefix = self._markers[role], self._single.prefix.ids
+        before = prefix if marker is None else np.append(prefix, np.int32(marker))
+        lead = len(before) if np.array_equal(row[: len(before)], before) else 0
+        if not lead and np.array_equal(row[: len(prefix)], prefix):
+            lead = len(prefix)
+        if not (left and prompt):
+            return lead
+        with self._tokenizer() as tokenizer:
+            content = self._prompt_content(tokenizer, prompt)
+        # All but the last, which may have grown together with the first of the text.
+        sure = max(len(content) - 1, 1)
+        has_prompt = np.array_equal(row[lead : lead + sure], content[:sure])
+        room = limit - lead - len(self._single.suffix)
+        return lead + len(content) if has_prompt and len(content) < room else lead
 
     def _assemble(self, content: Content, role: Role | None, prompt_chars: int, *, expand: bool) -> Row:
         single, marker = self._single, self._markers[role]
@@ -290,6 +316,10 @@ class TextEncoder:
     def _excludes(self, prompt: str) -> bool:
         return bool(prompt) and not self.recipe.include_prompt
 
+    def _prompt_content(self, tokenizer: Tokenizer, prompt: str) -> Int32:
+        """The prompt's own ids, without special tokens."""
+        return np.array(tokenizer.encode_batch([prompt], add_special_tokens=False)[0].ids, np.int32)
+
     def _prompt_head(self, tokenizer: Tokenizer, prompt: str) -> tuple[Int32, int]:
         """The prompt's own ids, and how many leading tokens pooling leaves out for it."""
         known = self._prompt_tokens.get(prompt)
@@ -341,15 +371,6 @@ class TextEncoder:
 
 def _bare(ids: Int32) -> Content:
     return Content(ids, None, None, cut=False)
-
-
-def _slice(content: Content, room: int, left: bool) -> Content:
-    if len(content.ids) <= room:
-        return content
-    part = slice(len(content.ids) - room, None) if left else slice(0, room)
-    starts = None if content.starts is None else content.starts[part]
-    ends = None if content.ends is None else content.ends[part]
-    return Content(content.ids[part], starts, ends, cut=True)
 
 
 def _spans(content: Content, prompt_chars: int, before: int, after: int) -> tuple[Int32 | None, Int32 | None]:

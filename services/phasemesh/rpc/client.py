@@ -72,10 +72,12 @@ class RpcClient:
     Args:
         rpc: limits and times.
         key: sent with every call; None where the mesh has no keys.
+        retries: whether channels send again what a peer has refused as unavailable.
     """
 
-    def __init__(self, *, rpc: RpcSettings, key: str | None) -> None:
+    def __init__(self, *, rpc: RpcSettings, key: str | None, retries: bool = True) -> None:
         self._rpc = rpc
+        self._retries = retries
         self._key = key
         self._loop: asyncio.AbstractEventLoop | None = None
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -172,7 +174,10 @@ class RpcClient:
         if known is None:
             channel = self._channels.get(target)
             if channel is None:
-                channel = grpc.aio.insecure_channel(dial_target(target), options=channel_options(self._rpc))
+                options = channel_options(self._rpc)
+                if not self._retries:
+                    options.append(("grpc.enable_retries", 0))
+                channel = grpc.aio.insecure_channel(dial_target(target), options=options)
                 self._channels[target] = channel
             known = self._stubs[target, stub] = stub(channel)
         return known

@@ -177,6 +177,21 @@ async def test_a_crash_loop_ends_in_failed_and_waiting_batches_hear_of_it(start_
     assert time.monotonic() - started < 0.1
 
 
+async def test_a_supervisor_that_fails_gives_its_replica_up(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Otherwise a replica that nobody watches would be called ready for ever."""
+    pool = await start_pool()
+
+    async def broken(self: RayPool, replica: Replica) -> WorkerReport:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(RayPool, "_ping", broken)
+    stats = await until(pool, lambda s: s.lost)
+    assert stats.replicas[0].state is ReplicaState.FAILED
+    assert "LookupError: a bug" in caplog.text
+
+
 async def test_failed_batches_cross_with_their_type(start_pool: StartPool):
     pool = await start_pool()
     with pytest.raises(ComputeFailed, match=r"^poison$") as caught:

@@ -30,7 +30,7 @@ from phasemesh.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from phasemesh.pool.protocol import Output, ReplicaState
+from phasemesh.pool.protocol import Batch, BatchResult, Output, ReplicaLost, ReplicaState
 from phasemesh.telemetry import names
 from phasemesh.telemetry.metrics import Metrics
 from phasemesh.telemetry.tracing import TracingSettings, configure_tracing, shutdown_tracing, tracer
@@ -95,6 +95,12 @@ async def running(pool: FakePool | None = None, **options: object) -> AsyncItera
     finally:
         bench.pool.release()
         await bench.batcher.close()
+
+
+async def turns() -> None:
+    """Let everything run that can run without news from outside."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def settled(ticket: Ticket) -> list[Encoded | PhasemeshError]:
@@ -266,22 +272,145 @@ async def test_lost_replicas_are_unavailable_and_retryable() -> None:
         assert error.retry_after_s
 
 
+class CrashPool(FakePool):
+    """Ids in `killers` kill the replica; so does the test, as often as `accidents` says."""
+
+    def __init__(self, *killers: int, accidents: int = 0, replicas: int = 1) -> None:
+        super().__init__(replicas=replicas)
+        self.killers = set(killers)
+        self.accidents = accidents
+        self.deaths = 0
+        self.suspects: list[list[int]] = []
+        self.beside_suspects = 0
+
+    async def submit(self, batch: Batch, *, suspect: bool = False) -> BatchResult:
+        if suspect:
+            self.suspects.append(batch.sequences.input_ids.tolist())
+        self.beside_suspects += suspect and self.in_flight > 0
+        result = await super().submit(batch)
+        self.beside_suspects += suspect and self.in_flight > 0
+        if self.killers & set(batch.sequences.input_ids.tolist()) or self.accidents:
+            self.accidents = max(0, self.accidents - 1)
+            tries = 1 if suspect else 2
+            self.deaths += tries
+            raise ReplicaLost("dead", deaths=tries)
+        return result
+
+
+async def test_an_item_that_kills_workers_fails_alone_and_for_good(caplog: pytest.LogCaptureFixture) -> None:
+    pool = CrashPool(13, replicas=2)
+    async with running(pool, tokens=64, items=8) as bench:
+        ids = [[i, i] for i in range(1, 25)]
+        tickets = [bench.admit(*ids[:16]), bench.admit(*ids[16:])]
+        results = [*await settled(tickets[0]), *await settled(tickets[1])]
+        error = results.pop(12)
+        assert isinstance(error, Internal)
+        assert error.reason == "WORKER_CRASHED"
+        assert not error.retryable
+        assert_dense(results, [row for row in ids if 13 not in row])
+        assert pool.deaths == 4, "two with its neighbours, two alone"
+        assert pool.suspects.count([13, 13]) == 2
+        assert all(len(set(ids)) == 1 for ids in pool.suspects)
+        assert pool.beside_suspects == 0
+        assert bench.value("phasemesh_failed_items_total", model="m", reason="WORKER_CRASHED") == 1
+        logged = [record for record in caplog.records if getattr(record, "error_id", None) == error.error_id]
+        assert len(logged) == 1
+        assert_dense(await settled(bench.admit([5])), [[5]])
+    assert_empty(bench)
+
+
+@pytest.mark.parametrize("accidents", [1, 2])
+async def test_a_batch_that_dies_of_something_else_is_blamed_for_nothing(accidents: int) -> None:
+    pool = CrashPool(accidents=accidents)
+    async with running(pool) as bench:
+        assert_dense(await settled(bench.admit([1], [2])), [[1], [2]])
+
+
+async def test_a_suspect_that_nobody_waits_for_is_not_tried() -> None:
+    pool = CrashPool(13)
+    pool.held = True
+    async with running(pool) as bench:
+        gone, late, stays = bench.admit([13]), bench.admit([14]), bench.admit([1])
+        await pool.wait_for(1)
+        bench.admission.drop(gone)
+        late.deadline_s = bench.clock.s
+        pool.release()
+        assert_dense(await settled(stays), [[1]])
+        with pytest.raises(DeadlineExceeded):
+            await settled(late)
+        assert pool.suspects == [[1]]
+
+
+async def test_a_batcher_that_stops_says_so_and_fails_what_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(FakePool())
+    stopped = asyncio.Event()
+    batcher = Batcher(
+        bench.pool, bench.admission, bench.meter, BatchLimits(64, 8), bench.metrics,
+        now_s=bench.clock.now_s, now_ns=bench.clock.now_ns, on_stopped=stopped.set,
+    )  # fmt: skip
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("secret bug")
+
+    monkeypatch.setattr("phasemesh.encoder.batcher.choose", broken)
+    batcher.start()
+    ticket = bench.admit([1])
+    batcher.wake()
+    assert isinstance((await settled(ticket))[0], Internal)
+    assert stopped.is_set()
+    assert "secret bug" in caplog.text
+    await batcher.close()
+    assert_empty(bench)
+
+
+def test_a_scrape_reads_no_queue() -> None:
+    """It comes from another thread, while the loop changes the queue."""
+    bench = Bench(FakePool())
+    tickets = [bench.admission.admit(
+        Lane(f"m{i}", LANE.outputs), [row_of([1])], deadline_s=1e9, span_context=trace.INVALID_SPAN_CONTEXT
+    ) for i in range(3)]  # fmt: skip
+    bench.clock.s += 7
+    bench.admission._lanes = None  # type: ignore[assignment]  # whatever touches it fails
+    assert bench.value("phasemesh_queue_oldest_seconds") == pytest.approx(7)
+    assert len(tickets) == 3
+
+
+async def test_the_oldest_is_the_oldest_of_those_that_still_wait() -> None:
+    bench = Bench(FakePool())
+    tickets = []
+    for lane in (LANE, Lane("n", LANE.outputs)):
+        tickets.append(bench.admission.admit(
+            lane, [row_of([1])], deadline_s=1e9, span_context=trace.INVALID_SPAN_CONTEXT
+        ))  # fmt: skip
+        bench.clock.s += 5
+    assert bench.admission.oldest_s() == pytest.approx(10)
+    bench.admission.drop(tickets[0])
+    assert bench.admission.oldest_s() == pytest.approx(5)
+    bench.admission.drop(tickets[1])
+    assert bench.admission.oldest_s() == 0
+
+
 async def test_places_follow_the_replicas() -> None:
     pool = FakePool(replicas=2, held=True)
     pool.set_states(ReplicaState.RESTARTING, ReplicaState.RESTARTING)
     async with running(pool, tokens=4) as bench:
         pool.add_listener(bench.batcher.wake)
         tickets = [bench.admit([i] * 4) for i in range(1, 8)]
-        await pool.wait_for(1)
-        await asyncio.sleep(0.01)
-        assert len(pool.batches) == 1, "one batch lets the pool wait for a replica"
+        await turns()
+        assert pool.batches == [], "without a replica work stays where it can be dropped"
+        bench.admission.drop(tickets.pop(0))
+        tickets[0].deadline_s = bench.clock.s
         pool.set_states(ReplicaState.READY, ReplicaState.RESTARTING)
         await pool.wait_for(2)
-        await asyncio.sleep(0.01)
-        assert len(pool.batches) == 2
+        await turns()
+        assert [batch.sequences.input_ids[0] for batch in pool.batches] == [3, 4]
+        with pytest.raises(DeadlineExceeded):
+            await settled(tickets.pop(0))
         pool.set_states(ReplicaState.READY, ReplicaState.READY)
         await pool.wait_for(4)
-        await asyncio.sleep(0.01)
+        await turns()
         assert len(pool.batches) == 4
         pool.release()
         for ticket in tickets:
@@ -450,7 +579,8 @@ async def test_batch_spans_are_linked_both_ways_and_belong_to_no_request(
         pool.release()
         for ticket in [*blockers, *(ticket for _, ticket in members)]:
             await settled(ticket)
-        await asyncio.sleep(0.01)
+        while bench.admission.outstanding_tokens:
+            await asyncio.sleep(0)
     spans = [span for span in exporter.get_finished_spans() if span.name == names.SPAN_BATCH]
     batch = next(span for span in spans if span.attributes and span.attributes[names.BATCH_ITEMS] == 6)
     assert batch.parent is None
@@ -486,7 +616,7 @@ async def test_batches_carry_no_request_s_context() -> None:
     seen = []
 
     class Spy(FakePool):
-        async def submit(self, batch):  # type: ignore[no-untyped-def]  # as its base
+        async def submit(self, batch, *, suspect=False):  # type: ignore[no-untyped-def]  # as its base
             seen.append(request.get())
             return await super().submit(batch)
 

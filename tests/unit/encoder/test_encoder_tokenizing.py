@@ -171,6 +171,58 @@ def test_prompt_is_tokenized_with_the_text_and_cut_with_it(tmp_path: Path) -> No
     assert rows(encoder, ["plain"])[0].prompt_tokens == 0
 
 
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_cutting_the_beginning_keeps_the_prompt(include_prompt: bool, tmp_path: Path) -> None:
+    prompt = "find the words: "
+    path = checkpoints.embedder(tmp_path, prompts={"query": prompt}, include_prompt=include_prompt)
+    encoder = TextEncoder(load(path))
+    reference = transformers.AutoTokenizer.from_pretrained(path)
+    lead = reference(prompt, add_special_tokens=False)["input_ids"]
+    for text in ("many words " * 30 + "the end", "many words " * 90_000 + "the end"):
+        content = reference(text, add_special_tokens=False)["input_ids"]
+        cut = Cut(enabled=True, left=True, max_tokens=40)
+        row = rows(encoder, [text], prompt=prompt, role=Role.QUERY, cut=cut, spans=True)[0]
+        tail = content[-(38 - len(lead)) :]
+        assert row.ids.tolist() == [reference.cls_token_id, *lead, *tail, reference.sep_token_id]
+        assert row.prompt_tokens == (0 if include_prompt else 1 + len(lead))
+        assert row.truncated
+        assert row.span_starts is not None
+        assert row.span_ends is not None
+        assert not row.span_ends[: 1 + len(lead)].any()
+        assert text[row.span_starts[1 + len(lead)] : row.span_ends[-2]].endswith("the end")
+        # The same ids, given as such.
+        ids = [reference.cls_token_id, *lead, *content[-400:], reference.sep_token_id]
+        again = encoder.encode_ids(ids, prompt=prompt, role=Role.QUERY, cut=cut)
+        assert again.ids.tolist() == row.ids.tolist()
+        assert again.prompt_tokens == row.prompt_tokens
+        # A limit that holds no more than the prompt leaves the text, and nothing to leave out.
+        tight = Cut(enabled=True, left=True, max_tokens=2 + len(lead))
+        for bare in (
+            rows(encoder, [text], prompt=prompt, role=Role.QUERY, cut=tight)[0],
+            encoder.encode_ids(ids, prompt=prompt, role=Role.QUERY, cut=tight),
+        ):
+            assert bare.ids.tolist() == [
+                reference.cls_token_id, *content[-len(lead) :], reference.sep_token_id,
+            ]  # fmt: skip
+            assert bare.prompt_tokens == 0
+    short = rows(encoder, ["x"], prompt=prompt, role=Role.QUERY, cut=Cut(enabled=True, left=True))[0]
+    assert short.prompt_tokens == (0 if include_prompt else 1 + len(lead))
+
+
+def test_cutting_the_beginning_of_ids_keeps_the_marker(tmp_path: Path) -> None:
+    encoder = TextEncoder(load(checkpoints.colbert(tmp_path)))
+    text = "many words " * 60
+    for role in (Role.QUERY, Role.DOCUMENT):
+        cut = Cut(enabled=True, left=True)
+        row = rows(encoder, [text], role=role, cut=cut)[0]
+        start, end = (encoder.encode([""], prompt="", role=role, cut=cut)[0], row.ids)
+        assert isinstance(start, Row)
+        content = end[2:-1].tolist()
+        whole = [*start.ids[:2].tolist(), *content, *content, end[-1].item()]
+        again = encoder.encode_ids(whole, prompt="", role=role, cut=cut)
+        assert again.ids.tolist() == row.ids.tolist()
+
+
 @pytest.mark.parametrize("layout", ["pylate", "v6"])
 @pytest.mark.parametrize(("expand", "attend"), [(True, False), (True, True), (False, False)])
 def test_late_interaction_is_sentence_transformers(

@@ -101,17 +101,14 @@ def test_maxsim_against_brute_force(engine: Engine, tmp_path: Path) -> None:
         assert result.maxsim[index] == pytest.approx(expected, abs=1e-4)
 
 
-def test_warm_up_and_health(engine: Engine, tmp_path: Path) -> None:
-    assert engine.health_forward()
+def test_warm_up_finds_weights_that_give_no_number(engine: Engine, tmp_path: Path) -> None:
     path = checkpoints.embedder(tmp_path)
     engine.load(ModelSpec("m", str(path)))
     engine.warm_up("m")
-    assert engine.health_forward()
     weights = load_file(path / "model.safetensors")
     weights["encoder.layer.1.output.LayerNorm.bias"][0] = float("inf")
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     engine.load(ModelSpec("m", str(path)))
-    assert not engine.health_forward()
     with pytest.raises(ModelLoadError, match="NaN or Inf"):
         engine.warm_up("m")
 

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from phasemesh.pool.inprocess import InProcessPool
 from phasemesh.pool.protocol import ComputeFailed, ModelSpec, ReplicaLost, ReplicaState
 from phasemesh.pool.settings import PoolConfig, PoolStartError
+from phasemesh.pool.worker import Worker
 from phasemesh.telemetry import names, tracing
 from tests.fakes import engine as fake
 
@@ -205,5 +206,18 @@ async def test_spans_of_a_sampled_batch_only(pool: InProcessPool):
 
 
 def test_compute_failed_survives_pickling():
-    back = pickle.loads(pickle.dumps(ComputeFailed("m", out_of_memory=True)))
-    assert (str(back), back.out_of_memory) == ("m", True)
+    back = pickle.loads(pickle.dumps(ComputeFailed("m", out_of_memory=True, worker_traceback="t")))
+    assert (str(back), back.out_of_memory, back.worker_traceback) == ("m", True, "t")
+
+
+class CrowdedEngine(fake.HashEngine):
+    """Sees two devices."""
+
+    device_count = 2
+
+
+def test_a_worker_that_holds_one_device_and_sees_two_is_refused():
+    path = f"{__name__}:CrowdedEngine"
+    with pytest.raises(RuntimeError, match=r"replica-0 holds the accelerators \('0',\).*its engine sees 2"):
+        Worker("replica-0", path, device="cuda", threads=1, accelerator_ids=("0",))
+    Worker("replica-0", path, device="cpu", threads=1)

@@ -59,6 +59,20 @@ def test_a_lost_connection_is_not_a_restart_but_a_new_incarnation_is():
     assert (stats.restarts, stats.pid, stats.state) == (1, 2, ReplicaState.READY)
 
 
+def test_a_restart_that_a_suspected_batch_caused_is_counted_but_not_held_against_the_replica():
+    replica = Replica("r", None, PoolConfig(crash_limit=2))
+    replica.answered(report("a"))
+    for incarnation in ("b", "c", "d"):
+        replica.excuse()
+        replica.answered(report(incarnation))
+    assert not replica.breaker.tripped
+    assert replica.stats(0, draining=False).restarts == 3
+    replica.answered(report("e"))
+    assert not replica.breaker.tripped
+    replica.answered(report("f"))
+    assert replica.breaker.tripped
+
+
 def test_draining_is_shown_for_healthy_replicas_only():
     replica = Replica("r", None, PoolConfig())
     replica.answered(report("a"))

@@ -7,6 +7,7 @@ non-finite results are reported by index and never raised.
 from __future__ import annotations
 
 import logging
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +86,12 @@ class Engine:
         """Intra-op threads that torch really uses."""
         return torch.get_num_threads()
 
+    @property
+    def device_count(self) -> int:
+        """Devices of its kind that this process may use."""
+        count: int = torch.cuda.device_count() if self.device.type == "cuda" else 1
+        return count
+
     def load(self, spec: ModelSpec) -> LoadedModel:
         """Load the model of `spec`, in place of one of the same name.
 
@@ -127,6 +134,8 @@ class Engine:
             raise
         except Exception as error:
             failure = translate(error)
+            if isinstance(failure, ComputeFailed) and not failure.out_of_memory:
+                failure.worker_traceback = traceback.format_exc()
         if isinstance(failure, ComputeFailed) and failure.out_of_memory:
             # Outside the handler, because the exception's frames hold the batch's tensors.
             free_cached_memory(self.device)
@@ -143,14 +152,6 @@ class Engine:
             raise ModelLoadError(
                 f"{model}: a plain text gives NaN or Inf in {self._models[model].dtype}; set dtype: float32"
             )
-
-    def health_forward(self) -> bool:
-        """Whether the first model still gives finite results; True without models.
-
-        Raises:
-            ComputeFailed, DeviceLost: as `forward`.
-        """
-        return self._probe(next(iter(self._models))) if self._models else True
 
     def _probe(self, name: str) -> bool:
         model = self._models[name]

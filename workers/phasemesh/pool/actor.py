@@ -22,6 +22,7 @@ import ray
 from phasemesh.pool.protocol import Batch, BatchResult, LoadedModel, ModelSpec
 from phasemesh.pool.worker import Worker, WorkerLost, WorkerReport
 from phasemesh.telemetry import tracing
+from phasemesh.telemetry.logs import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class ActorSettings:
         engine_factory: `module:class`.
         specs: the models.
         tracing: for the tracer of this process; None leaves spans off.
+        log_level: of this process.
     """
 
     replica_id: str
@@ -62,12 +64,14 @@ class ActorSettings:
     engine_factory: str
     specs: tuple[ModelSpec, ...]
     tracing: tracing.TracingSettings | None
+    log_level: str = "info"
 
 
 class EncoderWorker:
     """The actor's class, without Ray's decoration."""
 
     def __init__(self, settings: ActorSettings) -> None:
+        configure_logging(role="encoder-worker", level=settings.log_level, style="json")
         ids = tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
         # Two actors that see the same devices would both take the first one, silently.
         if len(ids) != (1 if settings.needs_gpu else 0):

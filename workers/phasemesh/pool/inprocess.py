@@ -96,8 +96,8 @@ class InProcessPool:
             )
         )
 
-    async def submit(self, batch: Batch) -> BatchResult:
-        """See `ReplicaPool.submit`."""
+    async def submit(self, batch: Batch, *, suspect: bool = False) -> BatchResult:
+        """See `ReplicaPool.submit`; every batch is tried once here."""
         if self._state is ReplicaState.DRAINING:
             raise ReplicaLost("the pool is draining")
         self._submits += 1
@@ -147,7 +147,7 @@ class InProcessPool:
         try:
             return await asyncio.shield(reply)
         except WorkerLost as error:
-            raise ReplicaLost(f"the device is lost: {error}") from error
+            raise ReplicaLost(f"the device is lost: {error}", deaths=1) from error
         except asyncio.CancelledError:
             # Dropped by close, not by the caller.
             if reply.cancelled():

@@ -233,37 +233,64 @@ class PoolStats:
         """Batches that may be outstanding at once."""
         return self.SLOTS_PER_REPLICA * self.ready
 
+    @property
+    def recovering(self) -> bool:
+        """Whether a replica that can't take work now may take some later."""
+        return any(r.state in (ReplicaState.STARTING, ReplicaState.RESTARTING) for r in self.replicas)
+
+    @property
+    def lost(self) -> bool:
+        """Whether every replica has failed for good."""
+        return all(r.state is ReplicaState.FAILED for r in self.replicas)
+
 
 class ComputeFailed(Exception):
     """The worker is well but the batch raised; a smaller batch may succeed.
 
     Attributes:
         out_of_memory: the device ran out of memory, so a smaller batch is likely to succeed.
+        worker_traceback: where it was raised, for the service's log: an exception loses its traceback, and
+            the one that caused it, on the way out of a worker's process. Empty where the message says all.
     """
 
-    def __init__(self, message: str, *, out_of_memory: bool = False) -> None:
+    def __init__(self, message: str, *, out_of_memory: bool = False, worker_traceback: str = "") -> None:
         super().__init__(message)
         self.out_of_memory = out_of_memory
+        self.worker_traceback = worker_traceback
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_compute_failed, (self.args[0], self.out_of_memory))
+        return (_rebuild_compute_failed, (self.args[0], self.out_of_memory, self.worker_traceback))
 
 
-def _rebuild_compute_failed(message: str, out_of_memory: bool) -> ComputeFailed:
-    return ComputeFailed(message, out_of_memory=out_of_memory)
+def _rebuild_compute_failed(message: str, out_of_memory: bool, worker_traceback: str) -> ComputeFailed:
+    return ComputeFailed(message, out_of_memory=out_of_memory, worker_traceback=worker_traceback)
 
 
 class ReplicaLost(Exception):
-    """Every try at the batch met a dead or dying replica; nothing is wrong with the batch."""
+    """Every try at the batch met a dead or dying replica, or there is none to try.
+
+    Attributes:
+        deaths: tries that ended with the replica's death. It may be the batch that kills them; 0 where the
+            batch never got to a replica.
+    """
+
+    def __init__(self, message: str, *, deaths: int = 0) -> None:
+        super().__init__(message)
+        self.deaths = deaths
 
 
 class ReplicaPool(Protocol):
     """Runs batches on replicas of a fixed set of models."""
 
-    async def submit(self, batch: Batch) -> BatchResult:
+    async def submit(self, batch: Batch, *, suspect: bool = False) -> BatchResult:
         """Run `batch` on the least busy replica; wait for one if all are restarting.
 
         A batch whose replica dies is tried once more, on another replica where there is one.
+
+        Args:
+            batch: what to run.
+            suspect: it may have killed a replica before. It is then tried once only, and a death that it
+                causes says nothing against the replica.
 
         Raises:
             ComputeFailed: the batch itself failed; the replica lives on.

@@ -62,7 +62,7 @@ class RayPool:
             self._slots.set_ready(replica.replica_id, True)
         # An empty context: a task made within a request would carry that request's trace for ever.
         self._supervisors = [
-            asyncio.create_task(self._supervise(replica), context=contextvars.Context())
+            asyncio.create_task(self._keep_supervising(replica), context=contextvars.Context())
             for replica in replicas
         ]
 
@@ -118,7 +118,7 @@ class RayPool:
             )
         )
 
-    async def submit(self, batch: Batch) -> BatchResult:
+    async def submit(self, batch: Batch, *, suspect: bool = False) -> BatchResult:
         """See `ReplicaPool.submit`; arrays of the result may be read-only views of shared memory."""
         if self._draining:
             raise ReplicaLost("the pool is draining")
@@ -126,13 +126,15 @@ class RayPool:
         self._idle.clear()
         try:
             lost: str | None = None
-            for _ in range(2):
+            tries = 1 if suspect else 2
+            for _ in range(tries):
                 replica = self._replicas[await self._slots.acquire(avoid=lost)]
                 try:
-                    return await self._call(replica, batch)
+                    return await self._call(replica, batch, suspect=suspect)
                 except (RayError, PendingCallsLimitExceeded) as error:
                     lost, reason = replica.replica_id, _last_line(error)
-            raise ReplicaLost(f"the batch met two dead replicas, the last was {lost}: {reason}")
+            met = "a dead replica" if suspect else "two dead replicas, the last"
+            raise ReplicaLost(f"the batch met {met}: {lost}: {reason}", deaths=tries)
         finally:
             self._submits -= 1
             self._changed()
@@ -169,7 +171,7 @@ class RayPool:
         await asyncio.gather(*(_end(replica) for replica in self._replicas.values()))
         self._changed()
 
-    async def _call(self, replica: Replica, batch: Batch) -> BatchResult:
+    async def _call(self, replica: Replica, batch: Batch, *, suspect: bool) -> BatchResult:
         """Run `batch` in the slot just acquired, and see to the slot's release."""
         incarnation = replica.incarnation
 
@@ -178,6 +180,8 @@ class RayPool:
             # quarantine comes first: a slot freed on a dead replica must not go to the next waiter.
             error = None if done.cancelled() else done.exception()
             if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+                if suspect and replica.incarnation == incarnation:
+                    replica.excuse()
                 self._trouble(replica, incarnation, error)
             self._slots.release(replica.replica_id)
             self._changed()
@@ -206,6 +210,14 @@ class RayPool:
             self._slots.set_ready(replica.replica_id, False)
             replica.alarm.set()
             self._changed()
+
+    async def _keep_supervising(self, replica: Replica) -> None:
+        try:
+            await self._supervise(replica)
+        except Exception:
+            # Nobody awaits this task, and a replica that nobody watches would be called ready for ever.
+            logger.exception("the supervision of %s failed", replica.replica_id)
+            self._give_up(replica, "its supervision failed")
 
     async def _supervise(self, replica: Replica) -> None:
         """Ping one replica for as long as it has a future."""
@@ -286,6 +298,7 @@ def _make_replica(
         engine_factory=config.engine_factory,
         specs=specs,
         tracing=config.tracing,
+        log_level=config.log_level,
     )
     handle = EncoderActor.options(
         num_cpus=need.cpus,

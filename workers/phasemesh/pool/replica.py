@@ -3,7 +3,8 @@
     READY ⇄ RESTARTING → FAILED
 
 A replica leaves READY at the first sign of trouble, and comes back only by answering a ping. A restart is
-counted when a new incarnation answers, so that a lost connection isn't mistaken for one.
+counted when a new incarnation answers, so that a lost connection isn't mistaken for one. One that a suspected
+batch has caused isn't held against the replica.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Replica:
         self._report: WorkerReport | None = None
         self._restarts = 0
         self._away_since: float | None = None
+        self._excused = False
 
     @property
     def incarnation(self) -> str:
@@ -57,7 +59,9 @@ class Replica:
         restarted = self.incarnation not in ("", report.incarnation)
         if restarted:
             self._restarts += 1
-            self.breaker.record()
+            if not self._excused:
+                self.breaker.record()
+        self._excused = False
         self._report = report
         self._away_since = None
         self.state = ReplicaState.READY
@@ -70,6 +74,10 @@ class Replica:
         self.state = ReplicaState.RESTARTING
         self._away_since = self._clock()
         return True
+
+    def excuse(self) -> None:
+        """Don't hold the restart to come against it: the batch that it ran is to blame."""
+        self._excused = True
 
     def fail(self) -> None:
         """Give up for good."""

@@ -39,6 +39,7 @@ class PoolConfig:
         engine_factory: `module:class` of the engine, imported in the worker. The module, or `errors` beside
             it, defines `DeviceLost`, the exception after which the worker's process is of no more use.
         tracing: for the worker's own tracer; None leaves spans off (in-process: the process's own tracer).
+        log_level: of an actor's own log, which Ray keeps among its session's files.
         start_timeout_s: for placement and loading of all models.
         ping_interval_s: between two pings of a healthy replica.
         ping_timeout_s: without an answer for so long, a replica is quarantined until it answers.
@@ -56,6 +57,7 @@ class PoolConfig:
     threads: int | None = None
     engine_factory: str = DEFAULT_ENGINE
     tracing: TracingSettings | None = None
+    log_level: str = "info"
     start_timeout_s: float = 300.0
     ping_interval_s: float = 1.0
     ping_timeout_s: float = 10.0

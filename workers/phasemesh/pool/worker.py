@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -22,7 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLike(Protocol):
-    """What a worker needs of an engine, besides a `threads` property that tells the threads really in use."""
+    """What a worker needs of an engine.
+
+    It may also have the properties `threads`, the threads really in use, and `device_count`, the devices of
+    its kind that it could use (1 for the CPU).
+    """
 
     def load(self, spec: ModelSpec) -> LoadedModel:
         """Load one model."""
@@ -110,6 +115,12 @@ class Worker:
         make_engine, self._device_lost = resolve_engine(engine_factory)
         self._replica_id = replica_id
         self._engine = make_engine(device=device, threads=threads)
+        # Ray's word for it is an environment variable, which a library may have read before it was set.
+        visible = int(getattr(self._engine, "device_count", len(accelerator_ids)))
+        if accelerator_ids and visible != len(accelerator_ids):
+            raise RuntimeError(
+                f"{replica_id} holds the accelerators {accelerator_ids}, but its engine sees {visible}"
+            )
         # What the engine says it uses, since a library may have its own mind about what it is told.
         self._threads = int(getattr(self._engine, "threads", threads))
         self._device = device
@@ -143,7 +154,9 @@ class Worker:
         except Exception as error:
             # A bug, perhaps in one item's path only: bisection finds the item, the log holds the trace.
             logger.exception("batch %s failed in the engine", batch.batch_id)
-            raise ComputeFailed(f"{type(error).__name__} in the engine") from error
+            raise ComputeFailed(
+                f"{type(error).__name__} in the engine", worker_traceback=traceback.format_exc()
+            ) from error
         if len(result.nonfinite) < len(batch.sequences):
             self._last_ok_unix_ns = time.time_ns()
         result = dataclasses.replace(result, replica_id=self._replica_id, pid=os.getpid())
