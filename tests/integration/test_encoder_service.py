@@ -539,8 +539,10 @@ async def test_a_deadline_ends_the_wait(held: tuple[FakePool, Served]) -> None:
 
 async def test_overload_is_refused_with_a_time(held: tuple[FakePool, Served]) -> None:
     fake, served = held
-    running = [asyncio.create_task(served("Embed", LONG)) for _ in range(6)]
+    running = [asyncio.create_task(served("Embed", LONG)) for _ in range(2)]
+    # First these two are out of the queue, then four more fill it.
     await fake.wait_for(2)
+    running += [asyncio.create_task(served("Embed", LONG)) for _ in range(4)]
     while served.value("phasemesh_queue_tokens", model="mrl") < 64:
         await asyncio.sleep(0.001)
     with pytest.raises(ResourceExhausted) as caught:

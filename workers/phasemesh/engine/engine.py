@@ -84,7 +84,8 @@ class Engine:
     @property
     def threads(self) -> int:
         """Intra-op threads that torch really uses."""
-        return torch.get_num_threads()
+        count: int = torch.get_num_threads()
+        return count
 
     @property
     def device_count(self) -> int:
