@@ -30,7 +30,7 @@ def terminal_to_ourselves() -> Iterator[None]:
             before = [(number, signal.signal(number, signal.SIG_IGN)) for number in _OFF]
             os.setpgid(0, 0)
             os.tcsetpgrp(sys.stdin.fileno(), os.getpgrp())
-    except (OSError, ValueError):  # no terminal, or stdin is closed
+    except (OSError, ValueError, AttributeError):  # no terminal, or stdin is closed (then it is None)
         shared = False
     try:
         yield
