@@ -9,17 +9,32 @@ ARGS   ?=
 
 .DEFAULT_GOAL := help
 
+# Two installations into one environment at a time break it.
+.NOTPARALLEL:
+
 .PHONY: help
 help:  ## Show this help
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-17s %s\n", $$1, $$2}'
 
 .PHONY: install
-install: $(VENV)/.demo-$(TORCH)  ## Make .venv and install Phasemesh with the demo model and grpcurl (TORCH=cpu|cuda)
+install: $(VENV)/.demo-$(TORCH) $(VENV)/.kernels  ## Make .venv and install Phasemesh with the demo model and grpcurl (TORCH=cpu|cuda)
 
 $(VENV)/.demo-$(TORCH) $(VENV)/.dev-$(TORCH): $(VENV)/.%-$(TORCH): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python deploy/install.py --torch $(TORCH) --extra $*
 	touch $@
+
+# The compiled search kernels: built where a compiler is, done without elsewhere.
+KERNELS := workers/kernels
+$(VENV)/.kernels: $(wildcard $(addprefix $(KERNELS)/,CMakeLists.txt pyproject.toml core/*.[ch]pp python/*.cpp \
+		src/phasemesh_kernels/*.py src/phasemesh_kernels/*.pyi))
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python deploy/install.py --kernels --stamp $@
+
+.PHONY: kernels
+kernels:  ## Build and install the search kernels again
+	rm -f $(VENV)/.kernels
+	$(MAKE) --no-print-directory $(VENV)/.kernels
 
 .PHONY: run
 run: install  ## Start the mesh with a real model; Ctrl-C drains and stops
@@ -30,7 +45,7 @@ demo: install  ## Embed, rerank, index and search real passages against a runnin
 	$(BIN)/phasemesh demo $(ARGS)
 
 .PHONY: dev
-dev: $(VENV)/.dev-$(TORCH)  ## Install what developing needs
+dev: $(VENV)/.dev-$(TORCH) $(VENV)/.kernels  ## Install what developing needs
 
 .PHONY: protos
 protos: dev  ## Generate the Python code of the protos
@@ -59,11 +74,32 @@ types: dev  ## mypy --strict
 test: dev  ## All tests that need no GPU; under 15 minutes on 2 cores
 	$(BIN)/python -m pytest $(ARGS)
 
+# The core and its C++ tests, without Python; warnings are errors.
+KERNELS_CORE = $(BIN)/cmake -S $(KERNELS) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/ninja) \
+	-DPHASEMESH_KERNELS_PYTHON=OFF -DPHASEMESH_KERNELS_TESTS=ON -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
+CTEST = $(BIN)/ctest --output-on-failure --no-tests=error --test-dir
+
+.PHONY: kernels-sanitize
+kernels-sanitize: dev  ## The kernels' C++ tests with the address and undefined-behaviour sanitizers
+	$(KERNELS_CORE) -B build/kernels-sanitize -DPHASEMESH_KERNELS_SANITIZE=address,undefined
+	$(BIN)/cmake --build build/kernels-sanitize
+	$(CTEST) build/kernels-sanitize $(ARGS)
+
+.PHONY: kernels-aarch64
+kernels-aarch64: dev  ## The kernels' C++ tests for 64-bit ARM, cross-compiled and emulated
+	@command -v aarch64-linux-gnu-g++ >/dev/null && \
+	{ command -v qemu-aarch64 || command -v qemu-aarch64-static; } >/dev/null || \
+	{ echo "needs a cross compiler and an emulator: apt install g++-aarch64-linux-gnu qemu-user"; exit 1; }
+	$(KERNELS_CORE) -B build/kernels-aarch64 \
+		-DCMAKE_TOOLCHAIN_FILE=$(abspath $(KERNELS)/cmake/aarch64-linux-gnu.cmake)
+	$(BIN)/cmake --build build/kernels-aarch64
+	$(CTEST) build/kernels-aarch64 $(ARGS)
+
 .PHONY: bench
 bench: dev  ## The service against its own engine, side by side
 	$(BIN)/python -m tests.bench.skeleton --json
 
 .PHONY: clean
 clean:  ## Remove the environment and everything that was built
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist $(KERNELS)/build $(KERNELS)/dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

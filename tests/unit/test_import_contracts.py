@@ -20,6 +20,10 @@ VIOLATIONS = {
     "search-free-of-encoding": ("workers/phasemesh/index/spec.py", "import phasemesh.recipe.model"),
     "workers-free-of-transport": ("workers/phasemesh/pool/protocol.py", "import grpc"),
     "torch-only-in-engine": ("workers/phasemesh/pool/protocol.py", "import torch"),
+    "kernels-only-in-index-and-engine": (
+        "services/phasemesh/scorer/admission.py",
+        "import phasemesh_kernels",
+    ),
     "ray-only-in-pool": ("workers/phasemesh/engine/engine.py", "import ray"),
     "grpc-only-in-rpc-and-servicers": ("services/phasemesh/encoder/batcher.py", "import grpc"),
     "dialects-independent": (
