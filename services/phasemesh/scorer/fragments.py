@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from phasemesh.errors import InvalidArgument
 from phasemesh.index.cache import CacheSize, Leased, SegmentCache, SegmentRequest
+from phasemesh.index.coded import served_codec
 from phasemesh.index.leaf import LeafSource
 from phasemesh.index.overlay import unpack_rows, visible_rows
 from phasemesh.index.segments import SegmentKey
@@ -169,7 +170,8 @@ class Fragments:
         scored = asked.rows
         if scored is None:
             scored = ref.physical_rows if visible is None else int(np.count_nonzero(visible))
-        key = SegmentKey(index.version.incarnation, ref.data_key, index.codec)
+        codec = served_codec(index.codec, index.dim)
+        key = SegmentKey(index.version.incarnation, ref.data_key, codec)
         return Found(
             ref=ref,
             request=SegmentRequest(key, partial(snapshot.derive, ref, key)),

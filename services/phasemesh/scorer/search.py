@@ -88,7 +88,7 @@ async def search(
             tokens=scanned,
             candidates=CANDIDATE_SOURCE_EXHAUSTIVE,
             # Of what was searched; what wasn't is counted.
-            exact=True,
+            exact=all(result.exact for result in results),
         ),
     )
     reply.timings.CopyFrom(job.timings())

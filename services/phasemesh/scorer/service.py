@@ -8,6 +8,7 @@ root or not at all.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import tempfile
 import time
@@ -20,6 +21,7 @@ from threadpoolctl import ThreadpoolController
 
 from phasemesh.config.settings import RpcSettings, ScorerSettings
 from phasemesh.index.cache import CacheFolderInUse, SegmentCache
+from phasemesh.index.native import kernel_name, slow_kernel
 from phasemesh.rpc.admin import Health
 from phasemesh.scorer.admission import ScanQueue
 from phasemesh.scorer.fragments import Fragments
@@ -27,6 +29,8 @@ from phasemesh.scorer.servicer import ScorerServicer
 from phasemesh.scorer.snapshots import Snapshots
 from phasemesh.scorer.work import Workshop, start_at_zero
 from phasemesh.telemetry.metrics import Metrics
+
+_log = logging.getLogger(__name__)
 
 #: Threads for short reads: versions, deletions, sizes, large messages.
 _LOOKUP_THREADS = 4
@@ -115,6 +119,10 @@ class ScorerRuntime:
         if fault:
             await self.close()
             raise ScorerStartError(f"scorer.cache_dir: {fault}")
+        if slow_kernel():
+            _log.warning(slow_kernel())
+        else:
+            _log.info("scoring with the compiled kernels", extra={"kernel": kernel_name()})
         # The scoring threads already take every CPU; matrix products that each started as many of their own
         # would fight over them (on two CPUs a search takes more than twice as long).
         controller = await asyncio.to_thread(ThreadpoolController)

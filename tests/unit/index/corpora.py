@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from phasemesh.index.coded import served_codec
 from phasemesh.index.segments import Segment, SegmentKey, build_segment
 from phasemesh.index.spec import Codec
 
@@ -28,7 +29,7 @@ class Corpus:
     def offsets(self):
         return np.cumsum([0] + [len(document) for document in self.documents])
 
-    def segment(self, rows=None, name="file.lance") -> Segment:
+    def segment(self, rows=None, name="file.lance", codec: Codec | None = Codec.INT8) -> Segment:
         rows = range(len(self.ids)) if rows is None else rows
         part = Corpus(
             [self.ids[row] for row in rows],
@@ -37,9 +38,8 @@ class Corpus:
             self.query,
         )
         chunks = [np.array(cuts, np.int32) for cuts in part.chunks]
-        return build_segment(
-            SegmentKey("0" * 32, name, Codec.INT8), part.ids, part.tokens, part.offsets, chunks
-        )
+        served = None if codec is None else served_codec(codec, self.query.shape[1])
+        return build_segment(SegmentKey("0" * 32, name, served), part.ids, part.tokens, part.offsets, chunks)
 
     def score(self, row: int, *, mean: bool = False) -> float:
         """MaxSim by loops: one document, one query token at a time, the best of the document's chunks."""
@@ -95,7 +95,7 @@ corpora = st.builds(
     random_corpus,
     st.integers(0, 2**32),
     st.integers(0, 25),
-    st.sampled_from([1, 3, 8, 16]),
+    st.sampled_from([1, 8, 16, 48, 64]),
     st.integers(0, 9),
     style=st.sampled_from(["normal", "negative", "grid", "wild"]),
 )

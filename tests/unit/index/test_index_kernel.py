@@ -3,10 +3,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasemesh.index import kernel
-from phasemesh.index.kernel import blocks, maxsim
+from phasemesh.index import kernel, portable
+from phasemesh.index.coded import scan
+from phasemesh.index.portable import blocks
 from phasemesh.index.rescore import best_tokens, error_bound, exact_maxsim, scale_query
+from phasemesh.index.spec import Codec
 from tests.unit.index.corpora import corpora, random_corpus
+
+#: The compiled kernels where they are installed and take the dimension, and numpy.
+both = pytest.mark.parametrize("maxsim", [kernel.maxsim, portable.maxsim], ids=["kernel", "portable"])
 
 
 def ranges_of(corpus):
@@ -14,15 +19,16 @@ def ranges_of(corpus):
     return segment.range_offsets, segment.range_to_row
 
 
+@both
 @settings(max_examples=150, deadline=None)
 @given(corpora, st.booleans(), st.randoms(use_true_random=False), st.sampled_from([1, 7, 1 << 20]))
-def test_scores_are_within_the_bound_of_float64_brute_force(corpus, mean, random, cells):
+def test_scores_are_within_the_bound_of_float64_brute_force(maxsim, corpus, mean, random, cells):
     query = scale_query(corpus.query)
     mask = np.array([random.random() < 0.6 for _ in corpus.ids], bool)
     offsets, fold = ranges_of(corpus)
     with pytest.MonkeyPatch.context() as patch:
         # Blocks of a token or a few: every border between blocks is met.
-        patch.setattr(kernel, "MAX_CELLS", cells)
+        patch.setattr(portable, "MAX_CELLS", cells)
         scores = maxsim(
             query, corpus.tokens, offsets, mask=mask, range_to_row=fold, rows=len(corpus.ids), mean=mean
         )
@@ -39,7 +45,8 @@ def test_scores_are_within_the_bound_of_float64_brute_force(corpus, mean, random
             assert abs(float(scores[row]) - expected) <= bounds[row] + 1e-12 * abs(expected)
 
 
-def test_the_error_bound_is_not_vacuous():
+@both
+def test_the_error_bound_is_not_vacuous(maxsim):
     corpus = random_corpus(1, 200, dim=128, longest=40)
     query = corpus.query / np.linalg.norm(corpus.query, axis=1, keepdims=True)
     tokens = corpus.tokens.astype(np.float32)
@@ -54,7 +61,7 @@ def test_the_error_bound_is_not_vacuous():
 @given(corpora, st.sampled_from([1, 5, 1 << 20]))
 def test_exact_scores_equal_float64_brute_force(corpus, cells):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "MAX_CELLS", cells)
+        patch.setattr(portable, "MAX_CELLS", cells)
         scores = exact_maxsim(corpus.query, corpus.tokens, corpus.offsets)
     whole = type(corpus)(corpus.ids, corpus.documents, [[]] * len(corpus.ids), corpus.query)
     expected = [whole.score(row) for row in range(len(corpus.ids))]
@@ -125,28 +132,31 @@ def test_blocks_cover_each_selected_token_once_and_keep_their_limit(lengths, lim
         assert seen[position] == list(range(offsets[number], offsets[number + 1]))
 
 
-def test_tokens_outside_the_mask_are_not_read():
-    tokens = np.ones((6, 2), np.float16)
+@both
+def test_tokens_outside_the_mask_are_not_read(maxsim):
+    tokens = np.ones((6, 16), np.float16)
     tokens[2:4] = np.nan
     scores = maxsim(
-        np.ones((1, 2), np.float32), tokens, np.array([0, 2, 4, 6]), mask=np.array([True, False, True])
+        np.ones((1, 16), np.float32), tokens, np.array([0, 2, 4, 6]), mask=np.array([True, False, True])
     )
-    assert scores.tolist() == [2.0, -np.inf, 2.0]
+    assert scores.tolist() == [16.0, -np.inf, 16.0]
 
 
-def test_the_checkpoint_ends_the_scoring():
+@both
+def test_the_checkpoint_ends_the_scoring(maxsim):
     def stop() -> None:
         raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        maxsim(np.ones((1, 2), np.float32), np.ones((4, 2), np.float16), np.array([0, 4]), checkpoint=stop)
+        maxsim(np.ones((1, 16), np.float32), np.ones((4, 16), np.float16), np.array([0, 4]), checkpoint=stop)
 
 
+@both
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_vectors_that_are_not_finite_never_give_a_score(value):
-    tokens = np.ones((4, 2), np.float16)
+def test_vectors_that_are_not_finite_never_give_a_score(maxsim, value):
+    tokens = np.ones((4, 16), np.float16)
     tokens[3, 1] = value
-    query = np.ones((1, 2), np.float32)
+    query = np.ones((1, 16), np.float32)
     with pytest.raises(ValueError, match=r"tokens: range 1"):
         maxsim(query, tokens, np.array([0, 2, 4]))
     with pytest.raises(ValueError, match="tokens"):
@@ -156,21 +166,23 @@ def test_vectors_that_are_not_finite_never_give_a_score(value):
         maxsim(query, tokens, np.array([0, 2]))
 
 
-def test_overflow_of_float32_is_an_error_and_exact_scores_have_none():
-    query = np.full((2, 4), 3e38, np.float32)
-    tokens = np.full((1, 4), 6e4, np.float16)
+@both
+def test_overflow_of_float32_is_an_error_and_exact_scores_have_none(maxsim):
+    query = np.full((2, 16), 3e38, np.float32)
+    tokens = np.full((1, 16), 6e4, np.float16)
     with pytest.raises(ValueError, match=r"range 0 has no finite score"):
         maxsim(query, tokens, np.array([0, 1]))
-    expected = 2 * 4 * float(query[0, 0]) * float(tokens[0, 0])
+    expected = 2 * 16 * float(query[0, 0]) * float(tokens[0, 0])
     assert exact_maxsim(query, tokens, np.array([0, 1]))[0] == pytest.approx(expected, rel=1e-15)
 
 
+@both
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"query": np.ones((0, 2), np.float32)}, "query"),
-        ({"query": np.ones((1, 3), np.float32)}, "query"),
-        ({"query": np.ones((1, 2), np.int64)}, "query"),
+        ({"query": np.ones((0, 16), np.float32)}, "query"),
+        ({"query": np.ones((1, 32), np.float32)}, "query"),
+        ({"query": np.ones((1, 16), np.int64)}, "query"),
         ({"offsets": np.array([0, 5])}, "offsets"),
         ({"offsets": np.array([-1, 4])}, "offsets"),
         ({"offsets": np.array([0, 3, 2])}, "offsets"),
@@ -181,8 +193,8 @@ def test_overflow_of_float32_is_an_error_and_exact_scores_have_none():
         ({"rows": 2}, "rows"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(changes, field):
-    good = {"query": np.ones((1, 2), np.float32), "tokens": np.ones((4, 2), np.float16)}
+def test_arguments_that_do_not_fit_are_named(maxsim, changes, field):
+    good = {"query": np.ones((1, 16), np.float32), "tokens": np.ones((4, 16), np.float16)}
     with pytest.raises(ValueError, match=f"^{field}"):
         maxsim(**({**good, "offsets": np.array([0, 4])} | changes))
 
@@ -193,3 +205,49 @@ def test_alignment_names_the_first_of_equally_good_vectors():
     matched, similarities = best_tokens(query, document)
     assert matched.tolist() == [1, 0, 3]
     assert similarities.tolist() == [2.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@settings(max_examples=100, deadline=None)
+@given(corpora, st.randoms(use_true_random=False))
+def test_scores_of_codes_are_within_their_bound_of_float64_brute_force(codec, corpus, random):
+    segment = corpus.segment(codec=codec)
+    if segment.key.codec is None:
+        return  # vectors of this dimension have no codes
+    query = scale_query(corpus.query)
+    mask = np.array([random.random() < 0.7 for _ in corpus.ids], bool)
+    scores, bounds = scan(
+        query,
+        segment.codes,
+        codec,
+        segment.range_offsets,
+        segment.norms,
+        mask=mask,
+        range_to_row=segment.range_to_row,
+    )
+    scaled = type(corpus)(corpus.ids, corpus.documents, corpus.chunks, query)
+    for row in range(len(corpus.ids)):
+        expected = scaled.score(row) if mask[row] else -np.inf
+        if expected == -np.inf:
+            assert scores[row] == -np.inf
+        else:
+            assert abs(float(scores[row]) - expected) <= bounds[row]
+
+
+@pytest.mark.parametrize(("codec", "most"), [(Codec.BF16, 0.005), (Codec.INT8, 0.025), (Codec.INT4, 0.25)])
+def test_the_bounds_of_codes_are_not_vacuous(codec, most):
+    corpus = random_corpus(1, 200, dim=128, longest=40)
+    unit = [
+        (d / np.linalg.norm(d.astype(float), axis=1, keepdims=True)).astype(np.float16)
+        for d in corpus.documents
+    ]
+    query = corpus.query / np.linalg.norm(corpus.query, axis=1, keepdims=True)
+    corpus = type(corpus)(corpus.ids, unit, [[]] * len(unit), query)
+    segment = corpus.segment(codec=codec)
+    if segment.key.codec is None:
+        pytest.skip("the compiled kernels aren't installed")
+    scaled = scale_query(query)
+    _, bounds = scan(scaled, segment.codes, codec, segment.range_offsets, segment.norms)
+    assert not len(segment.codes.scales)
+    per_token = bounds / np.linalg.norm(scaled, axis=1).sum()
+    assert per_token[segment.row_lengths > 0].max() < most

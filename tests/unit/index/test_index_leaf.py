@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from phasemesh.index.leaf import LeafSource, RowState, leaf_score, leaf_search
 from phasemesh.index.overlay import pack_rows, unpack_rows, visible_rows
-from phasemesh.index.spec import Reduction
+from phasemesh.index.spec import Codec, Reduction
 from phasemesh.retrieval.merge import merge_hits
 from tests.unit.index.corpora import Corpus, corpora, random_corpus
 
@@ -21,12 +21,18 @@ def assert_ranking(hits, expected):
     )
 
 
-@settings(max_examples=200, deadline=None)
-@given(corpora, st.integers(1, 30), st.booleans(), st.randoms(use_true_random=False))
-def test_search_equals_float64_brute_force_order_included(corpus, k, mean, random):
+@settings(max_examples=300, deadline=None)
+@given(
+    corpora,
+    st.integers(1, 30),
+    st.booleans(),
+    st.sampled_from([None, *Codec]),
+    st.randoms(use_true_random=False),
+)
+def test_search_equals_float64_brute_force_order_included(corpus, k, mean, codec, random):
     allowed = np.array([random.random() < 0.8 for _ in corpus.ids], bool)
     deleted = np.array([random.random() < 0.2 for _ in corpus.ids], bool)
-    segment = corpus.segment()
+    segment = corpus.segment(codec=codec)
     result = leaf_search(
         [LeafSource(3, segment, visible_rows(segment.rows, deleted, allowed))],
         corpus.query,
@@ -45,6 +51,7 @@ def test_search_equals_float64_brute_force_order_included(corpus, k, mean, rando
     assert result.documents == len(expected)
     assert result.tokens == sum(len(corpus.documents[row]) for row in seen)
     assert result.rescored >= len(hits)
+    assert result.exact
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from phasemesh.index import segment_file
 from phasemesh.index.segment_file import SegmentDamaged, open_segment, write_segment
@@ -11,17 +12,26 @@ from phasemesh.index.segments import FORMAT_VERSION, SegmentKey, build_segment
 from phasemesh.index.spec import Codec
 from tests.unit.index.corpora import corpora, random_corpus
 
-KEY = SegmentKey("0" * 32, "file.lance", Codec.INT8)
-ARRAYS = ("tokens", "range_offsets", "row_ranges", "norms", "id_offsets", "ids")
+KEY = SegmentKey("0" * 32, "file.lance", None)
+
+
+def arrays_of(segment):
+    codes = {
+        "codes": segment.codes.data,
+        "code_scales": segment.codes.scales,
+        "code_errors": segment.codes.errors,
+    }
+    names = ("tokens", "range_offsets", "row_ranges", "norms", "id_offsets", "ids")
+    return {name: getattr(segment, name) for name in names} | codes
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(corpora)
-def test_a_file_gives_back_what_was_written(tmp_path, corpus):
-    written = corpus.segment()
+@given(corpora, st.sampled_from([None, *Codec]))
+def test_a_file_gives_back_what_was_written(tmp_path, corpus, codec):
+    written = corpus.segment(codec=codec)
     read = open_segment(write_segment(written, tmp_path), written.key)
-    for name in ARRAYS:
-        before, after = getattr(written, name), getattr(read, name)
+    for name, before in arrays_of(written).items():
+        after = arrays_of(read)[name]
         assert (after.dtype, after.shape) == (before.dtype, before.shape)
         assert after.tobytes() == before.tobytes()
     assert [read.row_id(row) for row in range(read.rows)] == corpus.ids
@@ -31,28 +41,30 @@ def test_a_file_gives_back_what_was_written(tmp_path, corpus):
     assert read.row_lengths.tolist() == [len(document) for document in corpus.documents]
 
 
-def test_the_reference_reader_of_safetensors_opens_it(tmp_path):
-    corpus = random_corpus(1, 30, dim=7)
+@pytest.mark.parametrize("dim", [7, 48])
+def test_the_reference_reader_of_safetensors_opens_it(tmp_path, dim):
+    corpus = random_corpus(1, 30, dim=dim)
     segment = corpus.segment()
     path = write_segment(segment, tmp_path)
     tensors = safetensors.numpy.load_file(path)
-    for name in ARRAYS:
-        assert tensors[name].tobytes() == getattr(segment, name).tobytes()
+    for name, array in arrays_of(segment).items():
+        assert tensors[name].tobytes() == array.tobytes()
     with safetensors.safe_open(path, "numpy") as file:
         metadata = file.metadata()
     assert metadata["data_key"] == "file.lance"
     assert len(metadata["sha256"]) == 64
 
 
-def test_tokens_are_views_of_the_map_on_a_cache_line(tmp_path):
-    segment = random_corpus(2, 30, dim=7).segment()
+@pytest.mark.parametrize("dim", [7, 48])
+def test_what_is_scanned_is_a_view_of_the_map_on_a_cache_line(tmp_path, dim):
+    segment = random_corpus(2, 30, dim=dim).segment()
     read = open_segment(write_segment(segment, tmp_path), segment.key)
-    owner = read.tokens
+    scanned = owner = read.tokens if read.key.codec is None else read.codes.data
     while isinstance(owner, np.ndarray):
         assert not owner.flags.owndata
         owner = owner.base
-    assert not read.tokens.flags.writeable
-    assert read.tokens.ctypes.data % 64 == 0
+    assert not scanned.flags.writeable
+    assert scanned.ctypes.data % 64 == 0
 
 
 def test_chunks_of_a_document_become_ranges():
@@ -65,7 +77,7 @@ def test_chunks_of_a_document_become_ranges():
 
 
 def test_every_flipped_byte_and_every_truncation_is_noticed(tmp_path):
-    segment = random_corpus(3, 3, dim=2, longest=2).segment()
+    segment = random_corpus(3, 3, dim=16, longest=2).segment(codec=Codec.INT4)
     path = write_segment(segment, tmp_path)
     whole = path.read_bytes()
     header_end = 8 + int.from_bytes(whole[:8], "little")
@@ -88,7 +100,7 @@ def test_every_flipped_byte_and_every_truncation_is_noticed(tmp_path):
 
 
 def test_a_header_that_tells_another_shape_is_noticed(tmp_path):
-    segment = random_corpus(3, 4, dim=16, longest=3).segment()
+    segment = random_corpus(3, 4, dim=16, longest=3).segment(codec=None)
     path = write_segment(segment, tmp_path)
     whole = path.read_bytes()
     tokens = len(segment.tokens)
@@ -104,10 +116,10 @@ def test_a_header_that_tells_another_shape_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     "other",
     [
-        SegmentKey("1" * 32, "file.lance", Codec.INT8),
-        SegmentKey("0" * 32, "else.lance", Codec.INT8),
+        SegmentKey("1" * 32, "file.lance", None),
+        SegmentKey("0" * 32, "else.lance", None),
         SegmentKey("0" * 32, "file.lance", Codec.BF16),
-        SegmentKey("0" * 32, "file.lance", Codec.INT8, FORMAT_VERSION + 1),
+        SegmentKey("0" * 32, "file.lance", None, FORMAT_VERSION + 1),
     ],
 )
 def test_a_file_of_another_key_is_not_opened(tmp_path, other):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from phasemesh.index.cache import SegmentCache, SegmentRequest
+from phasemesh.index.coded import served_codec
 from phasemesh.index.leaf import LeafHit, LeafSource, leaf_search
 from phasemesh.index.overlay import pack_rows, unpack_rows, visible_rows
 from phasemesh.index.segments import SegmentKey, build_segment
@@ -32,7 +33,9 @@ def search(
         return SegmentRequest(key, derive)
 
     requests = [
-        derive_from(ref.fragment_id, SegmentKey(store.incarnation, ref.data_key, store.spec.codec))
+        derive_from(
+            ref.fragment_id, SegmentKey(store.incarnation, ref.data_key, served_codec(store.spec.codec, DIM))
+        )
         for ref in fragments
     ]
     with cache.lease(requests) as leased:

@@ -1,9 +1,14 @@
 """Search and scoring within the segments of one scorer.
 
 A leaf search is exact: scores equal float64 MaxSim over the stored float16 vectors, order is by score and
-then by id, and what is returned doesn't depend on how documents are spread over segments or scorers. The
-float32 kernel only decides which documents can be among the best k; its proven error bound decides how many
-of those are scored again, exactly. At most k documents come back, and fewer only where fewer match.
+then by id, and what is returned doesn't depend on how documents are spread over segments or scorers. It is a
+funnel of three scans, each over what the one before couldn't rule out: all documents by their codes, those
+that may be among the best k by their float16 vectors in float32, and what is left of them exactly. Every scan
+comes with a proven bound on its error, so none can lose a document. At most k documents come back, and fewer
+only where fewer match.
+
+4-bit codes are too coarse to rule much out: with them the best max(4k, 64) by code go on, whatever the bound
+says, and the result says whether that is proven to be exact.
 """
 
 from __future__ import annotations
@@ -16,10 +21,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phasemesh.index.coded import scan
 from phasemesh.index.kernel import maxsim
 from phasemesh.index.rescore import best_tokens, error_bound, exact_maxsim, scale_query
 from phasemesh.index.segments import Segment
-from phasemesh.index.spec import Reduction
+from phasemesh.index.spec import Codec, Reduction
+
+#: With 4-bit codes this many times k documents go on to be scored from their vectors, ...
+COARSE_FACTOR = 4
+#: ... but at least so many.
+COARSE_LEAST = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,12 +74,14 @@ class LeafResult:
         documents: Documents scored; those without token vectors don't count.
         tokens: Their token vectors.
         rescored: Documents that were scored again, exactly.
+        exact: Whether no document can be missing; False only with 4-bit codes.
     """
 
     hits: tuple[LeafHit, ...]
     documents: int
     tokens: int
     rescored: int
+    exact: bool = True
 
 
 class RowState(StrEnum):
@@ -131,22 +144,32 @@ def leaf_search(
     scaled = scale_query(query)
     best = _Contenders(k)
     documents = tokens = 0
+    coarse = False
     for position, source in enumerate(sources):
         segment = source.segment
-        scores = maxsim(
-            scaled,
-            segment.tokens,
-            segment.range_offsets,
-            mask=source.visible,
-            range_to_row=segment.range_to_row,
-            rows=segment.rows,
-            checkpoint=checkpoint,
-        )
+        if segment.key.codec is None:
+            scores, errors = _scan_vectors(segment, scaled, source.visible, checkpoint)
+        else:
+            coarse |= segment.key.codec is Codec.INT4
+            scores, errors = scan(
+                scaled, segment.codes, segment.key.codec, segment.range_offsets, segment.norms,
+                mask=source.visible, range_to_row=segment.range_to_row, checkpoint=checkpoint,
+            )  # fmt: skip
         scored = np.flatnonzero(scores > -np.inf)
         documents += len(scored)
         tokens += int(segment.row_lengths[scored].sum())
-        scores = scores[scored]
-        best.add(position, scored, scores, error_bound(scaled, segment.norms[scored], scores))
+        best.add(position, scored, scores[scored], errors[scored])
+
+    proven = not coarse or best.keep_best(max(COARSE_FACTOR * k, COARSE_LEAST))
+    if len(best) > k:
+        finer = _Contenders(k)
+        for position, rows in best.by_source():
+            source = sources[position]
+            mask = np.zeros(source.segment.rows, np.bool_)
+            mask[rows] = True
+            scores, errors = _scan_vectors(source.segment, scaled, mask, checkpoint)
+            finer.add(position, rows, scores[rows], errors[rows])
+        best = finer
 
     hits: list[LeafHit] = []
     mean = reduction is Reduction.MEAN
@@ -159,7 +182,7 @@ def leaf_search(
         ]
     rescored = len(hits)
     hits.sort(key=lambda hit: (-hit.score, hit.id))
-    return LeafResult(tuple(hits[:k]), documents, tokens, rescored)
+    return LeafResult(tuple(hits[:k]), documents, tokens, rescored, proven)
 
 
 def leaf_score(
@@ -210,6 +233,25 @@ def leaf_score(
     return results
 
 
+def _scan_vectors(
+    segment: Segment,
+    scaled: npt.NDArray[np.float32],
+    mask: npt.NDArray[np.bool_] | None,
+    checkpoint: Callable[[], None] | None,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """Scores of a segment's rows from their vectors in float32, and how far each can be from exact."""
+    scores = maxsim(
+        scaled,
+        segment.tokens,
+        segment.range_offsets,
+        mask=mask,
+        range_to_row=segment.range_to_row,
+        rows=segment.rows,
+        checkpoint=checkpoint,
+    )
+    return scores, error_bound(scaled, segment.norms, scores)
+
+
 def _score_rows(
     segment: Segment,
     query: npt.NDArray[np.float32],
@@ -258,6 +300,25 @@ class _Contenders:
             kept = self._upper >= np.partition(self._lower, surplus)[surplus]
             self._source, self._row = self._source[kept], self._row[kept]
             self._lower, self._upper = self._lower[kept], self._upper[kept]
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def keep_best(self, count: int) -> bool:
+        """Keeps the `count` rows that score best; whether those that leave can't be among the best k."""
+        surplus = len(self._row) - count
+        if surplus <= 0:
+            return True
+        # A row without a bound has no score either; it isn't ruled out.
+        bounded = np.isfinite(self._upper)
+        scores = np.where(
+            bounded, np.where(bounded, self._lower, 0) + np.where(bounded, self._upper, 0), np.inf
+        )
+        kept = np.sort(np.argsort(-scores, kind="stable")[:count])
+        self._source, self._row = self._source[kept], self._row[kept]
+        self._lower, self._upper = self._lower[kept], self._upper[kept]
+        # `add` has already dropped every row that is proven not to be among them.
+        return False
 
     def by_source(self) -> list[tuple[int, npt.NDArray[np.int64]]]:
         return [(int(source), self._row[self._source == source]) for source in np.unique(self._source)]

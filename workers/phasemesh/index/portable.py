@@ -1,12 +1,11 @@
-"""MaxSim over packed ragged token vectors, in float32.
+"""MaxSim over packed ragged token vectors in numpy, for where the compiled kernels can't be used.
 
 For each range of document tokens: the sum, over the query's tokens, of the largest similarity with any token
 of the range. Nothing is ever padded, so negative similarities keep their meaning and a score doesn't depend
 on which documents are scored beside it but for rounding. The similarity matrix exists one block at a time:
 never more than `MAX_CELLS` entries of it (or one entry per query token, if those are more).
 
-`maxsim` is the seam that a native library fills: packed tokens, ranges by offsets, a mask, a fold of ranges
-into rows, and a checkpoint between blocks.
+`phasemesh.index.kernel` chooses between this and the compiled library; both answer alike.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from phasemesh.index.vectors import check_query, check_ranges
+from phasemesh.index.vectors import check_arguments, fold_ranges
 
 #: Most entries of the similarity matrix at a time: 4 MiB of float32, about a core's second-level cache.
 MAX_CELLS = 1 << 20
@@ -55,46 +54,8 @@ def maxsim(
     rows: int | None = None,
     checkpoint: Callable[[], None] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Scores documents against one query.
-
-    Every product of two elements is accumulated in float32, maxima are summed in float64, and the sum is
-    rounded to float32. Against float64 arithmetic a range's score is therefore off by at most
-    d · 2⁻²³ · Σⱼ‖qⱼ‖ · max‖x‖ (see `phasemesh.index.rescore.error_bound`), whatever the order of summation.
-
-    Args:
-        query: Query token vectors, [q, d], q ≥ 1, finite.
-        tokens: Document token vectors, [T, d], finite; may be a read-only memory map.
-        offsets: Range i owns tokens offsets[i] to offsets[i + 1], [n + 1].
-        mask: Rows to score, [rows]; None for all. Tokens of other rows aren't read.
-        mean: Divide by the number of query tokens.
-        range_to_row: Row of each range, [n], ascending; a row's score is that of its best range. None where
-            each range is a row.
-        rows: Number of rows; needed with `range_to_row`, whose last rows may own no range.
-        checkpoint: Called between blocks; what it raises ends the scoring.
-
-    Returns:
-        Scores, float32 [rows]; -inf for rows without tokens and rows outside the mask. Never NaN.
-
-    Raises:
-        ValueError: Shapes don't fit together, offsets leave `tokens`, the query isn't finite, or the result
-            isn't (tokens that aren't finite, or values so large that float32 overflows).
-    """
-    check_query(query, tokens)
-    check_ranges(offsets, len(tokens))
-    ranges = len(offsets) - 1
-    rows = ranges if rows is None else rows
-    if range_to_row is None:
-        if rows != ranges:
-            raise ValueError(f"rows: {rows} rows need range_to_row, since there are {ranges} ranges")
-    elif len(range_to_row) != ranges:
-        raise ValueError(f"range_to_row: has {len(range_to_row)} entries for {ranges} ranges")
-    elif ranges and (
-        range_to_row[0] < 0 or range_to_row[-1] >= rows or np.any(range_to_row[1:] < range_to_row[:-1])
-    ):
-        raise ValueError(f"range_to_row: must ascend within 0 to {rows - 1}")
-    if mask is not None and mask.shape != (rows,):
-        raise ValueError(f"mask: has shape {mask.shape}, expected ({rows},)")
-
+    """Scores documents against one query; see `phasemesh.index.kernel.maxsim`."""
+    rows = check_arguments(query, tokens, offsets, mask, range_to_row, rows)
     scored = offsets[1:] > offsets[:-1]
     if mask is not None:
         scored &= mask if range_to_row is None else mask[range_to_row]
@@ -116,12 +77,9 @@ def maxsim(
         bad = int(selected[np.flatnonzero(~np.isfinite(scores))[0]])
         raise ValueError(f"tokens: range {bad} has no finite score; its vectors are not finite or too large")
 
-    result = np.full(rows, -np.inf, np.float32)
-    if range_to_row is None:
-        result[selected] = scores
-    else:
-        np.maximum.at(result, range_to_row[selected], scores)
-    return result
+    best = np.full(len(offsets) - 1, -np.inf, np.float32)
+    best[selected] = scores
+    return fold_ranges(best, range_to_row, rows)
 
 
 def reduce_ranges(

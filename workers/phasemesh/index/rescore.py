@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from phasemesh.index.kernel import MAX_WIDENED, Block, reduce_ranges
+from phasemesh.index.portable import MAX_WIDENED, Block, reduce_ranges
 from phasemesh.index.vectors import check_query, check_ranges
 
 _UNIT_ROUNDOFF = 2.0**-24

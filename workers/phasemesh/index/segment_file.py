@@ -6,8 +6,9 @@ damage is noticed when it is opened. Tensors are views of a memory map.
 
 Layout: `range_offsets` int64 [ranges + 1], tokens of each kernel range; `row_ranges` int64 [rows + 1], ranges
 of each row; `id_offsets` int64 [rows + 1] into `ids`; `norms` float32 [rows], an upper bound of each row's
-vector norms; `padding`, so that `tokens` float16 [tokens, d] begins on a cache line; `ids` uint8, all ids in
-UTF-8.
+vector norms; `code_errors` float32 [rows] and `code_scales` float32 [tokens] or [0], see `coded.Codes`;
+`padding`, so that `codes` uint8 [tokens, bytes per token] begins on a cache line; `tokens` float16
+[tokens, d]; `ids` uint8, all ids in UTF-8. Without a codec there are no codes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phasemesh.index.coded import Codes, codes_shape
 from phasemesh.index.durability import sync_path
 from phasemesh.index.errors import IndexFailure
 from phasemesh.index.segments import Segment, SegmentKey
@@ -42,7 +44,10 @@ _LAYOUT = {
     "row_ranges": "I64",
     "id_offsets": "I64",
     "norms": "F32",
+    "code_errors": "F32",
+    "code_scales": "F32",
     "padding": "U8",
+    "codes": "U8",
     "tokens": "F16",
     "ids": "U8",
 }
@@ -61,9 +66,17 @@ def write_segment(segment: Segment, folder: Path) -> Path:
     Raises:
         OSError: The folder is full, read-only or gone; nothing is left behind.
     """
-    arrays = {name: getattr(segment, name) for name in _LAYOUT if name != "padding"}
-    before = sum(arrays[name].nbytes for name in ("range_offsets", "row_ranges", "id_offsets", "norms"))
+    arrays = {
+        "range_offsets": segment.range_offsets,
+        "row_ranges": segment.row_ranges,
+        "id_offsets": segment.id_offsets,
+        "norms": segment.norms,
+        "code_errors": segment.codes.errors,
+        "code_scales": segment.codes.scales,
+    }
+    before = sum(array.nbytes for array in arrays.values())
     arrays["padding"] = np.zeros(-before % _CACHE_LINE, np.uint8)
+    arrays |= {"codes": segment.codes.data, "tokens": segment.tokens, "ids": segment.ids}
     header: dict[str, Any] = {"__metadata__": segment.key.metadata()}
     position = 0
     for name, dtype in _LAYOUT.items():
@@ -123,7 +136,10 @@ def open_segment(path: Path, key: SegmentKey, *, verify: bool = True) -> Segment
     if verify and _checksum(header, _bytes_of(arrays)) != expected:
         raise SegmentDamaged(f"{path.name}: its checksum doesn't match its content")
     del arrays["padding"]
-    return Segment(key=key, **arrays)
+    codes = Codes(arrays.pop("codes"), arrays.pop("code_scales"), arrays.pop("code_errors"))
+    if codes.data.shape != codes_shape(key.codec, *arrays["tokens"].shape):
+        raise SegmentDamaged(f"{path.name}: has codes of shape {codes.data.shape}")
+    return Segment(key=key, codes=codes, **arrays)
 
 
 def _views(header: dict[str, Any], data: npt.NDArray[np.uint8]) -> dict[str, Any]:
@@ -139,15 +155,18 @@ def _views(header: dict[str, Any], data: npt.NDArray[np.uint8]) -> dict[str, Any
         position = stop
     if position != len(data):
         raise ValueError(f"{len(data)} bytes follow the header, but its tensors take {position}")
-    if any(array.ndim != (2 if name == "tokens" else 1) for name, array in arrays.items()):
+    if any(array.ndim != (2 if name in ("tokens", "codes") else 1) for name, array in arrays.items()):
         raise ValueError("a tensor has the wrong number of axes")
     rows = len(arrays["norms"])
     # Offsets that fit are what keeps a scan inside the map, so they are checked even without a checksum.
     check_ranges(arrays["range_offsets"], len(arrays["tokens"]))
     check_ranges(arrays["row_ranges"], len(arrays["range_offsets"]) - 1)
     check_ranges(arrays["id_offsets"], len(arrays["ids"]))
-    if len(arrays["row_ranges"]) != rows + 1 or len(arrays["id_offsets"]) != rows + 1:
+    if {len(arrays["row_ranges"]), len(arrays["id_offsets"]), len(arrays["code_errors"]) + 1} != {rows + 1}:
         raise ValueError("its tensors disagree on the number of rows")
+    tokens = len(arrays["tokens"])
+    if len(arrays["codes"]) not in (0, tokens) or len(arrays["code_scales"]) not in (0, tokens):
+        raise ValueError("its tensors disagree on the number of tokens")
     return arrays
 
 

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phasemesh.index.coded import Codes, make_codes, no_codes
 from phasemesh.index.rescore import vector_norms
 from phasemesh.index.spec import Codec
 from phasemesh.index.vectors import check_ranges
 
 #: Raised with every change of the layout; a file of another format is never opened.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: Name ending of segments' files.
 SUFFIX = ".safetensors"
 
@@ -32,19 +33,20 @@ class SegmentKey:
     Args:
         incarnation: Incarnation of the collection.
         data_key: Name of the write-once data file of the fragment.
-        codec: Representation that is scored; it includes the rotation, which is fixed per codec and format.
+        codec: Codes that are kept beside the vectors, the rotation included, which is fixed per codec and
+            format; None for none.
         format_version: Layout of the file.
     """
 
     incarnation: str
     data_key: str
-    codec: Codec
+    codec: Codec | None
     format_version: int = FORMAT_VERSION
 
     @property
     def file_name(self) -> str:
         """Name of the segment's file in a cache folder."""
-        parts = (self.incarnation, self.data_key, self.codec.value, str(self.format_version))
+        parts = (self.incarnation, self.data_key, self._codec_name, str(self.format_version))
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         return digest[:40] + SUFFIX
 
@@ -53,9 +55,13 @@ class SegmentKey:
         return {
             "incarnation": self.incarnation,
             "data_key": self.data_key,
-            "codec": self.codec.value,
+            "codec": self._codec_name,
             "format_version": str(self.format_version),
         }
+
+    @property
+    def _codec_name(self) -> str:
+        return "none" if self.codec is None else self.codec.value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +74,7 @@ class Segment:
         range_offsets: Range i owns tokens range_offsets[i] to range_offsets[i + 1].
         row_ranges: Row i owns ranges row_ranges[i] to row_ranges[i + 1], at least one.
         norms: Upper bound of the norms of each row's vectors, float32 [rows].
+        codes: The vectors in the form that is scanned; empty where the key names no codec.
         id_offsets: Row i's id is ids[id_offsets[i] : id_offsets[i + 1]].
         ids: All ids in UTF-8, uint8.
     """
@@ -77,6 +84,7 @@ class Segment:
     range_offsets: npt.NDArray[np.int64]
     row_ranges: npt.NDArray[np.int64]
     norms: npt.NDArray[np.float32]
+    codes: Codes
     id_offsets: npt.NDArray[np.int64]
     ids: npt.NDArray[np.uint8]
 
@@ -88,8 +96,9 @@ class Segment:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
+        codes = (self.codes.data, self.codes.scales, self.codes.errors)
         arrays = (self.tokens, self.range_offsets, self.row_ranges, self.norms, self.id_offsets, self.ids)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in arrays + codes)
 
     @property
     def row_lengths(self) -> npt.NDArray[np.int64]:
@@ -150,12 +159,14 @@ def build_segment(
     encoded = [name.encode() for name in ids]
     id_offsets = np.zeros(len(ids) + 1, np.int64)
     np.cumsum([len(name) for name in encoded], out=id_offsets[1:])
+    tokens = np.ascontiguousarray(tokens)
     return Segment(
         key=key,
-        tokens=np.ascontiguousarray(tokens),
+        tokens=tokens,
         range_offsets=range_offsets,
         row_ranges=row_ranges,
         norms=_row_norms(ids, tokens, row_offsets),
+        codes=no_codes(len(ids)) if key.codec is None else make_codes(tokens, row_offsets, key.codec),
         id_offsets=id_offsets,
         ids=np.frombuffer(b"".join(encoded), np.uint8),
     )

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-def check_query(query: npt.NDArray[np.float32], tokens: npt.NDArray[np.float16]) -> None:
+def check_query(query: npt.NDArray[np.float32], tokens: npt.NDArray[np.floating]) -> None:
     """Checks a query matrix against the tokens it is to be scored with.
 
     Args:
@@ -44,3 +44,48 @@ def check_ranges(offsets: npt.NDArray[np.int64], tokens: int) -> None:
         raise ValueError(f"offsets: run from {offsets[0]} to {offsets[-1]}, beyond 0 to {tokens}")
     if np.any(offsets[1:] < offsets[:-1]):
         raise ValueError(f"offsets: fall at {int(np.argmax(offsets[1:] < offsets[:-1]))}; they must ascend")
+
+
+def check_arguments(
+    query: npt.NDArray[np.float32],
+    tokens: npt.NDArray[np.floating],
+    offsets: npt.NDArray[np.int64],
+    mask: npt.NDArray[np.bool_] | None,
+    range_to_row: npt.NDArray[np.int64] | None,
+    rows: int | None,
+) -> int:
+    """Checks the arguments of `kernel.maxsim` against each other.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        ValueError: They don't fit together.
+    """
+    check_query(query, tokens)
+    check_ranges(offsets, len(tokens))
+    ranges = len(offsets) - 1
+    rows = ranges if rows is None else rows
+    if range_to_row is None:
+        if rows != ranges:
+            raise ValueError(f"rows: {rows} rows need range_to_row, since there are {ranges} ranges")
+    elif len(range_to_row) != ranges:
+        raise ValueError(f"range_to_row: has {len(range_to_row)} entries for {ranges} ranges")
+    elif ranges and (
+        range_to_row[0] < 0 or range_to_row[-1] >= rows or np.any(range_to_row[1:] < range_to_row[:-1])
+    ):
+        raise ValueError(f"range_to_row: must ascend within 0 to {rows - 1}")
+    if mask is not None and mask.shape != (rows,):
+        raise ValueError(f"mask: has shape {mask.shape}, expected ({rows},)")
+    return rows
+
+
+def fold_ranges(
+    scores: npt.NDArray[np.float32], range_to_row: npt.NDArray[np.int64] | None, rows: int
+) -> npt.NDArray[np.float32]:
+    """Scores of ranges, float32 [n], to those of rows, [rows]: each row's best, or -inf."""
+    if range_to_row is None:
+        return scores
+    result = np.full(rows, -np.inf, np.float32)
+    np.maximum.at(result, range_to_row, scores)
+    return result

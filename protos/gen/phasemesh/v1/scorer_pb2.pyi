@@ -595,6 +595,8 @@ class GetLoadResponse(_message.Message):
     QUEUED_SCAN_WORK_FIELD_NUMBER: _builtins.int
     RUNNING_SEARCHES_FIELD_NUMBER: _builtins.int
     RESIDENT_SEGMENTS_FIELD_NUMBER: _builtins.int
+    KERNEL_FIELD_NUMBER: _builtins.int
+    KERNEL_WARNING_FIELD_NUMBER: _builtins.int
     resident_bytes: _builtins.int
     """Bytes of segments in memory."""
     capacity_bytes: _builtins.int
@@ -607,6 +609,12 @@ class GetLoadResponse(_message.Message):
     """Searches that run."""
     resident_segments: _builtins.int
     """Segments in memory."""
+    kernel: _builtins.str
+    """What scans token vectors: the instruction-set path of the compiled kernels for 8-bit codes, as in "amx-int8",
+    or "numpy" where they aren't installed and everything is many times slower.
+    """
+    kernel_warning: _builtins.str
+    """What is wrong with that and how to mend it; empty if nothing is."""
     def __init__(
         self,
         *,
@@ -616,10 +624,12 @@ class GetLoadResponse(_message.Message):
         queued_scan_work: _builtins.int = ...,
         running_searches: _builtins.int = ...,
         resident_segments: _builtins.int = ...,
+        kernel: _builtins.str = ...,
+        kernel_warning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_bytes", b"cached_bytes", "capacity_bytes", b"capacity_bytes", "queued_scan_work", b"queued_scan_work", "resident_bytes", b"resident_bytes", "resident_segments", b"resident_segments", "running_searches", b"running_searches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_bytes", b"cached_bytes", "capacity_bytes", b"capacity_bytes", "kernel", b"kernel", "kernel_warning", b"kernel_warning", "queued_scan_work", b"queued_scan_work", "resident_bytes", b"resident_bytes", "resident_segments", b"resident_segments", "running_searches", b"running_searches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
