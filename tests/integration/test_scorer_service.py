@@ -30,6 +30,7 @@ from phasemesh.errors import (
 from phasemesh.index.catalogue import Catalogue
 from phasemesh.index.commit import StoreOptions
 from phasemesh.index.durability import Durability
+from phasemesh.index.native import kernel_name, slow_kernel
 from phasemesh.index.spec import CollectionSpec, StoredDocument, Version
 from phasemesh.index.store import CollectionStore
 from phasemesh.rpc.client import RpcClient
@@ -741,6 +742,7 @@ async def test_warmed_fragments_are_resident_and_counted(tmp_path: Path) -> None
         assert [(one.fragment_id, one.error.code) for one in reply.failures] == [(99, 5)]
         load = await own("GetLoad", pb.GetLoadRequest())
         assert load.resident_segments == 2
+        assert (load.kernel, load.kernel_warning) == (kernel_name(), slow_kernel())
         tokens = sum(map(len, collection.documents.values()))
         assert load.resident_bytes > tokens * DIM * 2
         assert load.cached_bytes == sum(

@@ -16,9 +16,10 @@ import torch
 
 from phasemesh.engine.device import free_cached_memory, pick_device, pick_dtype, translate
 from phasemesh.engine.errors import ModelLoadError
+from phasemesh.engine.late_interaction import maxsim_scores
 from phasemesh.engine.loading import Model, load_model
 from phasemesh.engine.padding import Block, blocks, packed_positions
-from phasemesh.engine.pooling import max_sim, pool, token_rows
+from phasemesh.engine.pooling import pool, token_rows
 from phasemesh.engine.stopwatch import Clocks, Stopwatch
 from phasemesh.pool.protocol import (
     Batch,
@@ -262,11 +263,9 @@ class Engine:
         scores = torch.zeros(len(block.rows), device=self.device)
         for query in np.unique(query_of):
             mine = np.flatnonzero(query_of == query)
-            owner = np.repeat(np.arange(len(mine)), counts[mine])
             wanted = np.flatnonzero(np.repeat(query_of == query, counts))
             chosen = rows.index_select(0, self._move(wanted))
-            best = max_sim(chosen, self._move(owner), len(mine), queries[int(query)], mean=mean)
-            scores[self._move(mine)] = best
+            scores[self._move(mine)] = maxsim_scores(chosen, counts[mine], queries[int(query)], mean=mean)
         return scores
 
     def _collect(

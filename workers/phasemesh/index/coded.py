@@ -8,8 +8,8 @@ units. What it gives is off from exact by no more than
 
 for a document whose vectors x have codes x' with ‖x - x'‖ ≤ e and ‖x‖ ≤ n, and a query scanned as q':
 |q·x - q'·x'| ≤ |q·(x - x')| + |(q - q')·x'|, a maximum moves no further than what it is taken of, and
-errors of maxima add up. Both distances are measured when codes are made, not assumed. So a scan of codes never decides
-the order of documents; it decides, safely, which ones need no closer look.
+errors of maxima add up. Both distances are measured when codes are made, not assumed. So a scan of codes
+never decides the order of documents; it decides, safely, which ones need no closer look.
 """
 
 from __future__ import annotations
