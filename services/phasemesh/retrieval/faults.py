@@ -6,6 +6,7 @@ and stays an exception that the status interceptor answers with an error id.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,8 +17,11 @@ from phasemesh.errors import (
     InvalidArgument,
     NotFound,
     PhasemeshError,
+    Unavailable,
 )
 from phasemesh.index import errors as index
+
+_log = logging.getLogger(__name__)
 
 _TABLE: dict[type[index.IndexFailure], tuple[type[PhasemeshError], str, str]] = {
     index.InvalidName: (InvalidArgument, "INVALID_NAME", "collection"),
@@ -30,6 +34,9 @@ _TABLE: dict[type[index.IndexFailure], tuple[type[PhasemeshError], str, str]] = 
     index.VersionGone: (NotFound, "VERSION_NOT_FOUND", "version"),
     index.VersionNotReached: (Aborted, "VERSION_NOT_REACHED", "version"),
     index.WriteConflict: (Aborted, "WRITE_CONFLICT", "collection"),
+    # Not RESOURCE_EXHAUSTED, which tells callers to send less: they can't mend it, and may try again later.
+    index.StorageFull: (Unavailable, "STORAGE_FULL", ""),
+    index.StorageFailure: (Unavailable, "STORAGE_FAILED", ""),
 }
 
 
@@ -56,3 +63,10 @@ def index_faults() -> Iterator[None]:
         if error is None:
             raise
         raise error from failure
+    except (OSError, RuntimeError) as cause:  # Lance raises either
+        storage = index.storage_failure(cause)
+        error = None if storage is None else mapped(storage)
+        if error is None:
+            raise
+        _log.error("the store failed", exc_info=cause)
+        raise error from cause

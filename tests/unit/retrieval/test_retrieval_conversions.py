@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,10 +13,10 @@ from google.protobuf.struct_pb2 import Value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phasemesh.errors import InvalidArgument, PhasemeshError
+from phasemesh.errors import InvalidArgument, PhasemeshError, Unavailable
 from phasemesh.index import errors as index_errors
 from phasemesh.index.spec import FieldType, FieldValue, Normalize
-from phasemesh.retrieval.faults import mapped
+from phasemesh.retrieval.faults import index_faults, mapped
 from phasemesh.retrieval.values import ValueFault, value_from_wire, value_to_wire
 from phasemesh.retrieval.vectors import as_float16, conditioned
 from phasemesh.retrieval.work import Request
@@ -198,3 +199,34 @@ def test_a_reply_that_claims_more_time_than_passed_stays_within_its_call() -> No
     theirs = Timings(total_ns=900, phases=[PhaseTiming(phase="x", start_offset_ns=50, duration_ns=800)])
     request.note_reply(theirs, 1000, 1100)
     assert told(request) == [("x", 50, 50)]
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "STORAGE_FULL", "is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "STORAGE_FULL", "is full"),
+        # As Lance words it.
+        (
+            OSError(
+                "LanceError(IO): Generic LocalFileSystem error: No space left on device (os error 28), src/x.rs"
+            ),
+            "STORAGE_FULL",
+            "is full",
+        ),
+        (OSError(errno.EROFS, "Read-only file system"), "STORAGE_FAILED", "can't be written: read-only"),
+        (RuntimeError("cannot: Permission denied (os error 13)"), "STORAGE_FAILED", "permission denied"),
+        (OSError(errno.EIO, "Input/output error"), "STORAGE_FAILED", "input/output error"),
+    ],
+)
+def test_a_medium_that_refuses_is_named_and_paths_are_not(cause, reason, words):
+    with pytest.raises(Unavailable, match=words) as refused, index_faults():
+        raise cause
+    assert refused.value.reason == reason
+    assert refused.value.retryable
+    assert "src/" not in str(refused.value)
+
+
+def test_a_bug_is_not_taken_for_a_failed_medium():
+    with pytest.raises(RuntimeError, match="no such thing"), index_faults():
+        raise RuntimeError("no such thing")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+
 
 class IndexFailure(Exception):
     """Base of every error that the index raises on purpose."""
@@ -45,3 +49,36 @@ class VersionNotReached(IndexFailure):
 
 class WriteConflict(IndexFailure):
     """Concurrent commits to the same documents kept winning; a retry may succeed."""
+
+
+class StorageFailure(IndexFailure):
+    """The medium refused: an input or output error, a folder that is gone or may not be touched."""
+
+
+class StorageFull(StorageFailure):
+    """The medium has no room left; what was acknowledged before is there."""
+
+
+def storage_failure(error: BaseException) -> StorageFailure | None:
+    """What a failed call of the operating system or of Lance says about the medium, or None if nothing.
+
+    Lance wraps the operating system's errors into text, so they are known by it: `std::io::Error` writes
+    "(os error N)". The message names no path; the cause has it.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:
+        found = _OS_ERROR.search(str(error))
+        number = int(found[1]) if found else None
+    if number in _FULL:
+        return StorageFull("the medium of data_dir is full; free some room or enlarge it, then try again")
+    if number in _FORBIDDEN:
+        return StorageFailure(f"data_dir can't be written: {os.strerror(number).lower()}")
+    if number is not None or isinstance(error, OSError):
+        words = os.strerror(number).lower() if number is not None else "input/output error"
+        return StorageFailure(f"data_dir can't be read or written now: {words}")
+    return None
+
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_FORBIDDEN = {errno.EROFS, errno.EACCES, errno.EPERM}
