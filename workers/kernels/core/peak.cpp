@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -28,12 +29,19 @@ double multiply_rate(int threads, int repeats, Isa isa) {
     }
 #endif
     if (!multiply) return 0.0;
+    threads = std::min(threads, 1024);
     double best = 0.0;
     for (int repeat = 0; repeat < repeats; ++repeat) {
         std::vector<std::uint64_t> done(static_cast<std::size_t>(threads));
         const auto begin = std::chrono::steady_clock::now();
         std::vector<std::thread> others;
-        for (std::size_t i = 1; i < done.size(); ++i) others.emplace_back([&, i] { done[i] = multiply(rounds); });
+        for (std::size_t i = 1; i < done.size(); ++i) {
+            try {
+                others.emplace_back([&, i] { done[i] = multiply(rounds); });
+            } catch (const std::system_error&) {
+                break;  // the system gives no more threads
+            }
+        }
         done[0] = multiply(rounds);
         for (std::thread& other : others) other.join();
         const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
