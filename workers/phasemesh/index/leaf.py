@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from phasemesh.index.coded import scan
 from phasemesh.index.kernel import maxsim
-from phasemesh.index.rescore import best_tokens, error_bound, exact_maxsim, scale_query
+from phasemesh.index.rescore import Known, best_tokens, error_bound, exact_maxsim, scale_query
 from phasemesh.index.segments import Segment
 from phasemesh.index.spec import Codec, Reduction
 
@@ -276,9 +276,11 @@ def _score_rows(
     begins, counts = segment.row_ranges[rows], segment.row_ranges[rows + 1] - segment.row_ranges[rows]
     first = np.cumsum(counts) - counts
     ranges = np.repeat(begins - first, counts) + np.arange(counts.sum())
+    known = Known(np.repeat(rows, counts), segment.norms, segment.codes, segment.key.codec)
     scores = exact_maxsim(
-        query, segment.tokens, segment.range_offsets, ranges=ranges, mean=mean, checkpoint=checkpoint
-    )
+        query, segment.tokens, segment.range_offsets, ranges=ranges, mean=mean, known=known,
+        checkpoint=checkpoint,
+    )  # fmt: skip
     # Every row owns at least one range, so no segment of the reduction is empty.
     return np.maximum.reduceat(scores, first) if len(rows) else scores
 
