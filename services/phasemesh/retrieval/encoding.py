@@ -112,14 +112,20 @@ class TextEncoder:
         return self._known().route(model, recipe_hash=recipe_hash).info
 
     async def query(
-        self, request: Request, spec: CollectionSpec, text: str, truncation: Truncation
+        self,
+        request: Request,
+        spec: CollectionSpec,
+        text: str,
+        truncation: Truncation,
+        *,
+        spans: bool = False,
     ) -> EncodedText:
-        """Token vectors of a query.
+        """Token vectors of a query, and if asked for the characters that each stands for.
 
         Raises:
             PhasemeshError: the encoder failed, or the text can't be encoded (field "query.text").
         """
-        options = _Options(INPUT_ROLE_QUERY, truncation, Priority.PRIORITY_UNSPECIFIED, spans=False)
+        options = _Options(INPUT_ROLE_QUERY, truncation, Priority.PRIORITY_UNSPECIFIED, spans)
         (result,) = await self._encode(request, spec, [text], ["query.text"], options)
         if isinstance(result, PhasemeshError):
             raise result

@@ -1,7 +1,7 @@
-"""A planned search carried out: one LeafSearch per scorer, its fragments handed on when it fails.
+"""A planned search or scoring carried out: one call per scorer, its fragments handed on when it fails.
 
-Invariant: coverage is counted fragment by fragment, from what scorers say they searched. An answer that lacks
-one is an error unless the caller accepts partial answers, and then the reply says so.
+Invariant: coverage is counted fragment by fragment, from what scorers say they answered for. An answer that
+lacks one is an error unless the caller accepts partial answers, and then the reply says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from google.protobuf.message import Message
 
 from phasemesh.errors import (
     DeadlineExceeded,
@@ -24,11 +27,10 @@ from phasemesh.errors import (
     Unavailable,
     from_code,
 )
+from phasemesh.retrieval.leaves import Gathered, LeafQuery, RowQuery, ScoreCall, Scored, SearchCall
 from phasemesh.retrieval.plan import PlannedFragment
 from phasemesh.retrieval.work import Request
 from phasemesh.rpc.client import RpcClient
-from phasemesh.v1 import retrieval_pb2, scorer_pb2
-from phasemesh.v1.common_pb2 import Tensor
 from phasemesh.v1.scorer_pb2_grpc import ScorerServiceStub
 
 #: How long a scorer that failed is asked last, seconds.
@@ -44,47 +46,31 @@ _RETRY_AFTER_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LeafQuery:
-    """What every scorer is asked alike.
+class LeafCall(Protocol):
+    """What is asked of scorers about fragments, and what becomes of their answers."""
 
-    Attributes:
-        index: collection and version.
-        query: token vectors.
-        k: documents wanted.
-        candidates: tier.
-    """
+    @property
+    def method(self) -> str:
+        """Of the ScorerService."""
 
-    index: scorer_pb2.IndexRef
-    query: Tensor
-    k: int
-    candidates: retrieval_pb2.CandidateSource.ValueType
+    @property
+    def query_field(self) -> str:
+        """The query's path in the caller's request."""
 
+    def message(self, fragments: Sequence[PlannedFragment]) -> Message:
+        """What one scorer is asked about some of the fragments."""
 
-@dataclass(slots=True)
-class Gathered:
-    """What the scorers found.
+    def take(self, reply: Any, asked: Sequence[PlannedFragment]) -> dict[int, PhasemeshError]:
+        """Add a reply to what was gathered; returns fragments that it doesn't cover, each with the reason.
 
-    Attributes:
-        hits: of each leaf, best first.
-        searched: fragments that were.
-        lost: fragments that weren't, with the last reason.
-        documents: scored.
-        tokens: touched.
-        exact: every leaf was exact.
-    """
-
-    hits: list[Sequence[scorer_pb2.LeafHit]] = field(default_factory=list)
-    searched: set[int] = field(default_factory=set)
-    lost: dict[int, PhasemeshError] = field(default_factory=dict)
-    documents: int = 0
-    tokens: int = 0
-    exact: bool = True
+        Raises:
+            ValueError: It answers something that wasn't asked; nothing of it was added.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    reply: scorer_pb2.LeafSearchResponse
+    reply: Any
     start_ns: int
     end_ns: int
 
@@ -118,14 +104,37 @@ class FanOut:
         Raises:
             PhasemeshError: the query itself is refused, or the time is up.
         """
-        gathered = Gathered()
+        call = SearchCall(query)
+        call.gathered.lost = await self.run(request, plan, call)
+        assert call.gathered.searched | call.gathered.lost.keys() == {one.fragment_id for one in plan}
+        return call.gathered
+
+    async def score(self, request: Request, plan: Sequence[PlannedFragment], query: RowQuery) -> Scored:
+        """Scores of rows; `plan` has the fragments that hold them.
+
+        Raises:
+            PhasemeshError: the query itself is refused, or the time is up.
+        """
+        call = ScoreCall(query)
+        call.scored.lost = await self.run(request, plan, call)
+        return call.scored
+
+    async def run(
+        self, request: Request, plan: Sequence[PlannedFragment], call: LeafCall
+    ) -> dict[int, PhasemeshError]:
+        """Ask for all fragments of `plan`; returns those that no scorer answered for, with the last reason.
+
+        Raises:
+            PhasemeshError: the query itself is refused, or the time is up.
+        """
+        lost: dict[int, PhasemeshError] = {}
         ways = {fragment.fragment_id: _Way(fragment, self._order(fragment)) for fragment in plan}
         running: dict[asyncio.Task[_Answer | PhasemeshError], tuple[str, list[_Way]]] = {}
         slowest: _Answer | None = None
 
         def launch(wanted: Iterable[_Way]) -> None:
             for scorer, theirs in _by_scorer(wanted).items():
-                task = asyncio.create_task(self._ask(request, scorer, theirs, query))
+                task = asyncio.create_task(self._ask(request, scorer, theirs, call))
                 running[task] = scorer, theirs
 
         try:
@@ -139,7 +148,7 @@ class FanOut:
                     if isinstance(outcome, PhasemeshError):
                         faults = dict.fromkeys((way.fragment.fragment_id for way in theirs), outcome)
                     else:
-                        faults = _take(gathered, outcome.reply, theirs, scorer)
+                        faults = _take(call, outcome.reply, theirs, scorer)
                         if slowest is None or outcome.end_ns > slowest.end_ns:
                             slowest = outcome
                     for fragment_id, fault in faults.items():
@@ -147,7 +156,7 @@ class FanOut:
                         if _next(way, fault):
                             again.append(way)
                         else:
-                            gathered.lost[fragment_id] = fault
+                            lost[fragment_id] = fault
                 launch(again)
         finally:
             for task in running:
@@ -157,8 +166,7 @@ class FanOut:
         if slowest is not None:
             # Scorers work side by side; the one that was waited for says where the time went.
             request.note_reply(slowest.reply.timings, slowest.start_ns, slowest.end_ns)
-        assert gathered.searched | gathered.lost.keys() == ways.keys()
-        return gathered
+        return lost
 
     def _order(self, fragment: PlannedFragment) -> list[str]:
         placed, others = fragment.scorers[: fragment.replicas], fragment.scorers[fragment.replicas :]
@@ -168,28 +176,17 @@ class FanOut:
         return sorted(ordered, key=lambda scorer: self._suspect_until_s.get(scorer, now_s) > now_s)
 
     async def _ask(
-        self, request: Request, scorer: str, ways: Sequence[_Way], query: LeafQuery
+        self, request: Request, scorer: str, ways: Sequence[_Way], call: LeafCall
     ) -> _Answer | PhasemeshError:
-        message = scorer_pb2.LeafSearchRequest(
-            index=query.index,
-            fragments=[
-                scorer_pb2.FragmentSelection(
-                    fragment_id=way.fragment.fragment_id, allowed_rows=way.fragment.allowed_rows
-                )
-                for way in ways
-            ],
-            query=query.query,
-            k=query.k,
-            candidates=query.candidates,
-        )
+        message = call.message([way.fragment for way in ways])
         left_s = request.remaining_s()
         share = _ATTEMPT_SHARE if all(way.left for way in ways) else _LAST_SHARE
         timeout_s = left_s * share
         start_ns = request.clock.now_ns()
         self._in_flight[scorer] += 1
         try:
-            reply: scorer_pb2.LeafSearchResponse = await self._client.call(
-                scorer, ScorerServiceStub, "LeafSearch", message, timeout_s=timeout_s
+            reply = await self._client.call(
+                scorer, ScorerServiceStub, call.method, message, timeout_s=timeout_s
             )
         except (Unauthenticated, PermissionDenied) as error:
             internal = Internal()
@@ -200,7 +197,7 @@ class FanOut:
             raise internal from error
         except InvalidArgument as error:
             if error.field == "query" or error.field.startswith("query."):
-                error.field = error.field.replace("query", "query.vectors", 1)
+                error.field = error.field.replace("query", call.query_field, 1)
             raise
         except PhasemeshError as error:
             if isinstance(error, Unavailable) or (
@@ -215,8 +212,8 @@ class FanOut:
         return _Answer(reply, start_ns, request.clock.now_ns())
 
 
-def incomplete(gathered: Gathered) -> PhasemeshError:
-    """The error of a search that lost fragments and may not be partial."""
+def incomplete(gathered: Gathered | Scored) -> PhasemeshError:
+    """The error of a search or scoring that lost fragments and may not be partial."""
     lost, total = len(gathered.lost), len(gathered.lost) + len(gathered.searched)
     first = min(gathered.lost)
     fault = gathered.lost[first]
@@ -250,31 +247,14 @@ def _next(way: _Way, fault: PhasemeshError) -> bool:
     return isinstance(fault, Unavailable | DeadlineExceeded | Internal)
 
 
-def _take(
-    gathered: Gathered, reply: scorer_pb2.LeafSearchResponse, ways: Sequence[_Way], scorer: str
-) -> dict[int, PhasemeshError]:
+def _take(call: LeafCall, reply: Any, ways: Sequence[_Way], scorer: str) -> dict[int, PhasemeshError]:
     """Add a reply; returns the fragments that it doesn't cover, each with the reason."""
-    asked = {way.fragment.fragment_id for way in ways}
-    searched = set(reply.searched_fragments)
-    failed = {failure.fragment_id: _fault(failure) for failure in reply.failures}
-    if not (searched | failed.keys()) <= asked or not {hit.fragment_id for hit in reply.hits} <= searched:
+    try:
+        return call.take(reply, [way.fragment for way in ways])
+    except ValueError as error:
         internal = Internal()
         _log.error(
-            "a scorer answered for fragments that it wasn't asked for",
-            extra={"scorer": scorer, "error_id": internal.error_id},
+            "a scorer answered for what it wasn't asked for",
+            extra={"scorer": scorer, "error_id": internal.error_id, "reason": str(error)},
         )
-        return dict.fromkeys(asked, internal)
-    gathered.hits.append(reply.hits)
-    gathered.searched |= searched
-    gathered.documents += reply.coverage.documents
-    gathered.tokens += reply.coverage.tokens
-    gathered.exact = gathered.exact and reply.coverage.exact
-    silent = Unavailable("the scorer said nothing about it", reason="FRAGMENT_NOT_ANSWERED")
-    return {fragment_id: failed.get(fragment_id, silent) for fragment_id in asked - searched}
-
-
-def _fault(failure: scorer_pb2.FragmentFailure) -> PhasemeshError:
-    error = failure.error
-    if failure.retryable:
-        return Unavailable(error.message, reason=error.reason or None)
-    return from_code(error.code, error.message, reason=error.reason or None, field=error.field)
+        return dict.fromkeys((way.fragment.fragment_id for way in ways), internal)

@@ -6,7 +6,7 @@ anything is scored; the same plan comes out of the same version, filter and scor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +68,34 @@ def plan_search(
         )
         for fragment in fragments
         if masks is None or fragment.fragment_id in masks
+    ]
+
+
+def plan_rows(
+    store: CollectionStore,
+    version: Version,
+    fragment_ids: Collection[int],
+    scorers: Sequence[str],
+    replicas: int,
+) -> list[PlannedFragment]:
+    """Who is asked for rows of given fragments; blocks.
+
+    Args:
+        store: of the collection.
+        version: exact.
+        fragment_ids: of this version.
+        scorers: names of all of them.
+        replicas: scorers that each fragment is placed on.
+
+    Raises:
+        IndexFailure: the version is at fault.
+    """
+    if not fragment_ids:
+        return []
+    order = _orders(store.spec, store.incarnation, store.fragments(version), scorers, replicas)
+    return [
+        PlannedFragment(fragment_id, None, order[fragment_id], min(replicas, len(scorers)))
+        for fragment_id in sorted(fragment_ids)
     ]
 
 

@@ -7,28 +7,20 @@ filter is evaluated before anything is scored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from phasemesh.errors import FailedPrecondition, InvalidArgument, Unimplemented
-from phasemesh.index.spec import CollectionSpec, Version
-from phasemesh.retrieval.encoding import TextEncoder
-from phasemesh.retrieval.fanout import FanOut, Gathered, LeafQuery, incomplete
+from phasemesh.errors import InvalidArgument, Unimplemented
+from phasemesh.index.spec import Version
+from phasemesh.retrieval.fanout import FanOut, incomplete
 from phasemesh.retrieval.filters import equality_filter
 from phasemesh.retrieval.handles import Collections, Opened, version_to_wire
+from phasemesh.retrieval.leaves import Gathered, LeafQuery
 from phasemesh.retrieval.merge import merge_hits
 from phasemesh.retrieval.plan import PlannedFragment, plan_search
 from phasemesh.retrieval.projection import Wanted, document_to_wire, wanted_parts
-from phasemesh.retrieval.specs import CODEC_TO_WIRE, REDUCTION_TO_WIRE
-from phasemesh.retrieval.vectors import conditioned, matrix_from_wire
+from phasemesh.retrieval.query import Queries, check_query, index_ref
 from phasemesh.retrieval.work import Request
-from phasemesh.rpc.codec import encode_tensor
 from phasemesh.telemetry import names
 from phasemesh.v1 import retrieval_pb2 as pb
-from phasemesh.v1 import scorer_pb2
-from phasemesh.v1.common_pb2 import VECTOR_ENCODING_FLOAT16, VECTOR_ENCODING_FLOAT32, Usage
 
 _EXHAUSTIVE = pb.CANDIDATE_SOURCE_EXHAUSTIVE
 
@@ -38,7 +30,7 @@ class Search:
 
     Args:
         collections: to search.
-        encoder: of query texts.
+        queries: to vectors.
         fan_out: to the scorers.
         scorers: names of all of them, which are their targets.
         replicas: scorers that each fragment is placed on.
@@ -49,7 +41,7 @@ class Search:
     def __init__(
         self,
         collections: Collections,
-        encoder: TextEncoder,
+        queries: Queries,
         fan_out: FanOut,
         *,
         scorers: Sequence[str],
@@ -58,7 +50,7 @@ class Search:
         max_message_bytes: int,
     ) -> None:
         self._collections = collections
-        self._encoder = encoder
+        self._queries = queries
         self._fan_out = fan_out
         self._scorers = tuple(dict.fromkeys(scorers))
         self._replicas = replicas
@@ -77,30 +69,31 @@ class Search:
             request.serve(opened.spec.model)
             wanted = wanted_parts(wire.projection, opened.spec) if wire.HasField("projection") else None
             # Checked before the plan is made, so that a wrong query costs nothing.
-            given = _given_query(wire.query, opened.spec)
+            checked = check_query(wire.query, opened.spec)
             version, plan = await self._collections.run(lambda: self._plan(opened, wire))
-        if given is None:
-            encoded = await self._encoder.query(request, opened.spec, wire.query.text, wire.truncation)
-            query = conditioned(encoded.vectors, opened.spec.normalize, "query.text", scale=False)
-            usage = encoded.usage
-        else:
-            query, usage = given, Usage()
-        if not len(query):
-            raise _empty_query("query.text", "the model gives no token vectors for this text; give another")
-        gathered = await self._fan_out.search(
-            request, plan, _leaf_query(request, opened, version, query, wire.k)
+        query = await self._queries.vectors(request, opened, version, checked, wire.truncation)
+        # A document that is the query is no hit of it; one more is asked for, in case it is found.
+        self_id = checked.stored_id
+        leaf_query = LeafQuery(
+            index=index_ref(request.tenant, opened, version),
+            query=query.tensor(),
+            k=wire.k + (self_id is not None),
+            candidates=_EXHAUSTIVE,
+            field=query.field,
         )
+        gathered = await self._fan_out.search(request, plan, leaf_query)
         if gathered.lost and not wire.allow_partial:
             raise incomplete(gathered)
         with request.clock.phase(names.PHASE_MERGE):
-            hits = [pb.Hit(id=hit.id, score=hit.score) for hit in merge_hits(gathered.hits, wire.k)]
+            found = [hit for hit in merge_hits(gathered.hits, leaf_query.k) if hit.id != self_id][: wire.k]
+            hits = [pb.Hit(id=hit.id, score=hit.score) for hit in found]
             if wanted is not None and hits:
-                await self._project(hits, opened, version, wanted)
+                await project(hits, self._collections, opened, version, wanted)
         reply = pb.SearchResponse(
             hits=hits,
             version=version_to_wire(version),
             coverage=_coverage(plan, gathered),
-            usage=usage,
+            usage=query.usage,
             timings=request.timings(),
         )
         check_reply(reply.ByteSize(), self._max_message_bytes, "lower k, or leave the vectors out")
@@ -140,13 +133,17 @@ class Search:
         version = opened.resolve(wire.version)
         return version, plan_search(opened.store, version, equals, self._scorers, self._replicas)
 
-    async def _project(self, hits: list[pb.Hit], opened: Opened, version: Version, wanted: Wanted) -> None:
-        ids = [hit.id for hit in hits]
-        documents, missing = await self._collections.run(lambda: opened.store.get(ids, version, wanted.parts))
-        # The version is exact, so what was found in it is in it.
-        assert not missing
-        for hit, document in zip(hits, documents, strict=True):
-            hit.document.CopyFrom(document_to_wire(document, wanted))
+
+async def project(
+    hits: Sequence[pb.Hit], collections: Collections, opened: Opened, version: Version, wanted: Wanted
+) -> None:
+    """Add to each hit what is wanted of its document; `version` is the one that it was found in."""
+    ids = [hit.id for hit in hits]
+    documents, missing = await collections.run(lambda: opened.store.get(ids, version, wanted.parts))
+    # The version is exact, so what was found in it is in it.
+    assert not missing
+    for hit, document in zip(hits, documents, strict=True):
+        hit.document.CopyFrom(document_to_wire(document, wanted))
 
 
 def check_reply(size_bytes: int, limit_bytes: int, advice: str) -> None:
@@ -164,45 +161,6 @@ def check_reply(size_bytes: int, limit_bytes: int, advice: str) -> None:
         )
 
 
-def _given_query(wire: pb.Query, spec: CollectionSpec) -> NDArray[Any] | None:
-    """The query's matrix, checked; None where it is a text that the collection's model can encode."""
-    kind = wire.WhichOneof("content")
-    if kind == "vectors":
-        shape = list(wire.vectors.shape)
-        if len(shape) == 2 and shape[0] == 0:
-            raise _empty_query("query.vectors", "the query has no vectors; give at least one")
-        return conditioned(
-            matrix_from_wire(wire.vectors, spec, "query.vectors"), spec.normalize, "query.vectors"
-        )
-    if kind is None or not wire.text.strip():
-        raise _empty_query("query", "the query is empty; give a text or vectors")
-    if not spec.model:
-        raise FailedPrecondition(
-            "the collection has no model to encode a text with; give query.vectors",
-            reason="NO_MODEL",
-            field="query.text",
-        )
-    return None
-
-
-def _leaf_query(request: Request, opened: Opened, version: Version, query: NDArray[Any], k: int) -> LeafQuery:
-    spec = opened.spec
-    return LeafQuery(
-        index=scorer_pb2.IndexRef(
-            tenant=request.tenant,
-            version=version_to_wire(version),
-            codec=CODEC_TO_WIRE[spec.codec],
-            token_dimension=spec.token_dim,
-            reduction=REDUCTION_TO_WIRE[spec.reduction],
-        ),
-        query=encode_tensor(
-            query, VECTOR_ENCODING_FLOAT16 if query.dtype == np.float16 else VECTOR_ENCODING_FLOAT32
-        ),
-        k=k,
-        candidates=_EXHAUSTIVE,
-    )
-
-
 def _coverage(plan: Sequence[PlannedFragment], gathered: Gathered) -> pb.Coverage:
     return pb.Coverage(
         fragments=len(plan),
@@ -212,7 +170,3 @@ def _coverage(plan: Sequence[PlannedFragment], gathered: Gathered) -> pb.Coverag
         candidates=_EXHAUSTIVE,
         exact=gathered.exact and not gathered.lost,
     )
-
-
-def _empty_query(field: str, words: str) -> InvalidArgument:
-    return InvalidArgument(words, reason="EMPTY_QUERY", field=field)

@@ -16,10 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from phasemesh.config.settings import Settings
 from phasemesh.retrieval.catalogue import CatalogueLines
 from phasemesh.retrieval.encoding import TextEncoder
+from phasemesh.retrieval.explain import Explain
 from phasemesh.retrieval.fanout import FanOut
 from phasemesh.retrieval.handles import Collections
 from phasemesh.retrieval.ingest import Ingest
+from phasemesh.retrieval.query import Queries
 from phasemesh.retrieval.reads import Reads
+from phasemesh.retrieval.rerank import Rerank, RowScorer
 from phasemesh.retrieval.search import Search
 from phasemesh.retrieval.servicer import RetrievalServicer
 from phasemesh.retrieval.work import Requests
@@ -83,6 +86,9 @@ class RetrievalRuntime:
         encoder = TextEncoder(
             client, directory, max_batch=retrieval.encode_batch, max_message_bytes=max_message_bytes
         )
+        queries = Queries(self._collections, encoder)
+        fan_out = FanOut(client, now_s=now_s)
+        row_scorer = RowScorer(fan_out, scorers=retrieval.scorers, replicas=retrieval.scorer_replicas)
         self.servicer = RetrievalServicer(
             self._requests,
             CatalogueLines(self._collections, encoder),
@@ -92,13 +98,15 @@ class RetrievalRuntime:
             ),
             Search(
                 self._collections,
-                encoder,
-                FanOut(client, now_s=now_s),
+                queries,
+                fan_out,
                 scorers=retrieval.scorers,
                 replicas=retrieval.scorer_replicas,
                 max_k=retrieval.max_k,
                 max_message_bytes=max_message_bytes,
             ),
+            Rerank(self._collections, queries, row_scorer, max_message_bytes=max_message_bytes),
+            Explain(self._collections, queries, row_scorer),
         )
         for phase in PHASES:
             metrics.phase_duration.labels(phase, _NO_MODEL)

@@ -8,8 +8,10 @@ import grpc
 
 from phasemesh.errors import Unimplemented
 from phasemesh.retrieval.catalogue import CatalogueLines
+from phasemesh.retrieval.explain import Explain
 from phasemesh.retrieval.ingest import Ingest
 from phasemesh.retrieval.reads import Reads
+from phasemesh.retrieval.rerank import Rerank
 from phasemesh.retrieval.search import Search
 from phasemesh.retrieval.work import Requests
 from phasemesh.v1 import retrieval_pb2 as pb
@@ -22,13 +24,22 @@ class RetrievalServicer(retrieval_pb2_grpc.RetrievalServiceServicer):
     """Answers by raising leaves of the error tree; the status interceptor turns them into statuses."""
 
     def __init__(
-        self, requests: Requests, catalogue: CatalogueLines, ingest: Ingest, reads: Reads, search: Search
+        self,
+        requests: Requests,
+        catalogue: CatalogueLines,
+        ingest: Ingest,
+        reads: Reads,
+        search: Search,
+        rerank: Rerank,
+        explain: Explain,
     ) -> None:
         self._requests = requests
         self._catalogue = catalogue
         self._ingest = ingest
         self._reads = reads
         self._search = search
+        self._rerank = rerank
+        self._explain = explain
 
     async def CreateCollection(  # noqa: N802  # gRPC's name
         self, request: pb.CreateCollectionRequest, context: Context
@@ -103,13 +114,15 @@ class RetrievalServicer(retrieval_pb2_grpc.RetrievalServiceServicer):
         self, request: pb.RerankRequest, context: Context
     ) -> pb.RerankResponse:
         """See the contract."""
-        raise Unimplemented("Rerank of stored documents comes with a later release; Search ranks them all")
+        with self._requests.open() as open_request:
+            return await self._rerank.rerank(open_request, request)
 
     async def Explain(  # noqa: N802  # gRPC's name
         self, request: pb.ExplainRequest, context: Context
     ) -> pb.ExplainResponse:
         """See the contract."""
-        raise Unimplemented("Explain comes with a later release")
+        with self._requests.open() as open_request:
+            return await self._explain.explain(open_request, request)
 
     async def CompactCollection(  # noqa: N802  # gRPC's name
         self, request: pb.CompactCollectionRequest, context: Context

@@ -155,7 +155,7 @@ def encode_timings() -> Timings:
 
 
 class GatedScorer:
-    """A real scorer's servicer behind a gate: while it is shut, searches wait and nothing is computed."""
+    """A real scorer's servicer behind a gate: while it is shut, what is asked waits and nothing is computed."""
 
     def __init__(self, servicer: Any) -> None:
         self._servicer = servicer
@@ -163,12 +163,19 @@ class GatedScorer:
         self.gate.set()
         self.entered = asyncio.Event()
         self.searches: list[Any] = []
+        self.scorings: list[Any] = []
 
     async def LeafSearch(self, request: Any, context: Any) -> Any:
         self.searches.append(request)
         self.entered.set()
         await self.gate.wait()
         return await self._servicer.LeafSearch(request, context)
+
+    async def LeafScore(self, request: Any, context: Any) -> Any:
+        self.scorings.append(request)
+        self.entered.set()
+        await self.gate.wait()
+        return await self._servicer.LeafScore(request, context)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._servicer, name)

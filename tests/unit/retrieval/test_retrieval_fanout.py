@@ -18,7 +18,8 @@ from phasemesh.errors import (
     Unauthenticated,
     Unavailable,
 )
-from phasemesh.retrieval.fanout import SUSPECT_S, FanOut, Gathered, LeafQuery, incomplete
+from phasemesh.retrieval.fanout import SUSPECT_S, FanOut, incomplete
+from phasemesh.retrieval.leaves import Gathered, LeafQuery
 from phasemesh.retrieval.plan import PlannedFragment
 from phasemesh.retrieval.work import Request
 from phasemesh.telemetry.phases import PhaseClock

@@ -50,6 +50,11 @@ struct Piece {
 using ScanInteger = void (*)(const Panel&, const Piece&, std::int32_t* best, std::int32_t* best_at);
 using ScanFloat = void (*)(const Panel&, const Piece&, float* best, std::int32_t* best_at);
 
+// The same, and every v = row . column is written to `all`, [tokens, groups * 16]: for those who have to know which
+// tokens come near the maximum. `best` is raised as above. Only int8 and f16 codes have it, and no tile unit.
+using KeepInteger = void (*)(const Panel&, const Piece&, std::int32_t* best, std::int32_t* all);
+using KeepFloat = void (*)(const Panel&, const Piece&, float* best, float* all);
+
 // The code of one codec at one level.
 struct Engine {
     Pack pack;
@@ -68,6 +73,9 @@ struct Engine {
     // Around a thread's use of the engine (tile configuration). May be null.
     void (*enter)(std::size_t row_bytes) = nullptr;
     void (*leave)() = nullptr;
+    KeepInteger keep_integer = nullptr;
+    KeepFloat keep_scaled = nullptr;
+    KeepFloat keep_floating = nullptr;
 };
 
 // level: from `resolve`.

@@ -51,13 +51,16 @@ float stage_f16_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t
 
 const Engine* engine_avx2(Codec codec) {
     static const Engine int8{Pack::s16x2, stage_int8_wide, nullptr, scan_piece<MaddOp, Plain<MaddOp>>,
-                             scan_piece<MaddOp, Scaled<MaddOp>>, nullptr, 128, 0, nullptr, nullptr};
+                             scan_piece<MaddOp, Scaled<MaddOp>>, nullptr, 128, 0, nullptr, nullptr,
+                             keep_piece<MaddOp, Plain<MaddOp>>,
+                             keep_piece<MaddOp, Scaled<MaddOp>>, nullptr};
     static const Engine int4{Pack::s16x2, stage_int4_wide, nullptr, scan_piece<MaddOp, Plain<MaddOp>>,
                              scan_piece<MaddOp, Scaled<MaddOp>>, nullptr, 15, 1, nullptr, nullptr};
     static const Engine bf16{Pack::f32x1, stage_bf16, nullptr, nullptr, nullptr,
                              scan_piece<FmaOp, Plain<FmaOp>>, 0, 0, nullptr, nullptr};
     static const Engine f16{Pack::f32x1, stage_f16_wide, nullptr, nullptr, nullptr,
-                            scan_piece<FmaOp, Plain<FmaOp>>, 0, 0, nullptr, nullptr};
+                            scan_piece<FmaOp, Plain<FmaOp>>, 0, 0, nullptr, nullptr,
+                            nullptr, nullptr, keep_piece<FmaOp, Plain<FmaOp>>};
     static const Engine f32{Pack::f32x1, stage_f32, nullptr, nullptr, nullptr,
                             scan_piece<FmaOp, Plain<FmaOp>>, 0, 0, nullptr, nullptr};
     switch (codec) {

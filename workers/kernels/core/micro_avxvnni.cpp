@@ -24,7 +24,9 @@ struct VnniOp : Wide256 {
 
 const Engine* engine_avxvnni(Codec codec) {
     static const Engine int8{Pack::s8x4, nullptr, nullptr, scan_piece<VnniOp, Plain<VnniOp>>,
-                             scan_piece<VnniOp, Scaled<VnniOp>>, nullptr, 128, 0, nullptr, nullptr};
+                             scan_piece<VnniOp, Scaled<VnniOp>>, nullptr, 128, 0, nullptr, nullptr,
+                             keep_piece<VnniOp, Plain<VnniOp>>,
+                             keep_piece<VnniOp, Scaled<VnniOp>>, nullptr};
     static const Engine int4{Pack::s8x4, stage_int4, nullptr, scan_piece<VnniOp, Plain<VnniOp>>,
                              scan_piece<VnniOp, Scaled<VnniOp>>, nullptr, 15, 1, nullptr, nullptr};
     if (codec == Codec::int8) return &int8;

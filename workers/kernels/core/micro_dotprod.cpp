@@ -26,7 +26,9 @@ struct DotOp : Wide128 {
 
 const Engine* engine_dotprod(Codec codec) {
     static const Engine int8{Pack::s8x4, nullptr, nullptr, scan_piece<DotOp<true>, Plain<DotOp<true>>>,
-                             scan_piece<DotOp<true>, Scaled<DotOp<true>>>, nullptr, 0, 0, nullptr, nullptr};
+                             scan_piece<DotOp<true>, Scaled<DotOp<true>>>, nullptr, 0, 0, nullptr, nullptr,
+                             keep_piece<DotOp<true>, Plain<DotOp<true>>>,
+                             keep_piece<DotOp<true>, Scaled<DotOp<true>>>, nullptr};
     static const Engine int4{Pack::s8x4, stage_int4, nullptr, scan_piece<DotOp<false>, Plain<DotOp<false>>>,
                              scan_piece<DotOp<false>, Scaled<DotOp<false>>>, nullptr, 15, 1, nullptr, nullptr};
     if (codec == Codec::int8) return &int8;

@@ -55,10 +55,13 @@ struct Scaled {
     }
 };
 
-template <class Op, class Way, int T, int Q, bool At>
+// What is kept of the similarities: the maxima, where they are too, or the maxima and all the rest.
+enum class Keep { best, place, all };
+
+template <class Op, class Way, int T, int Q, Keep K>
 inline __attribute__((always_inline)) void block(const Panel& panel, std::size_t group, const Piece& piece,
                                                  std::int64_t token, typename Way::Element* best,
-                                                 std::int32_t* best_at) {
+                                                 std::int32_t* best_at, typename Way::Element* all) {
     constexpr int V = static_cast<int>(kGroup) / Op::kLanes * Q;  // vectors of columns
     const std::size_t row_bytes = 4 * panel.steps;
     const std::uint8_t* row[T];
@@ -92,7 +95,7 @@ inline __attribute__((always_inline)) void block(const Panel& panel, std::size_t
     for (int v = 0; v < V; ++v) {
         const std::size_t column = group * kGroup + static_cast<std::size_t>(v) * Op::kLanes;
         auto b = Way::get(best + column);
-        if constexpr (At) {
+        if constexpr (K == Keep::place) {
             auto where = Op::get_at(best_at + column);
             for (int t = 0; t < T; ++t) {
                 Way::raise_at(b, where, Way::value(panel, column, acc[t][v], piece, at[t]),
@@ -101,16 +104,20 @@ inline __attribute__((always_inline)) void block(const Panel& panel, std::size_t
             Op::put_at(best_at + column, where);
         } else {
             for (int t = 0; t < T; ++t) {
-                b = Way::raise(b, Way::value(panel, column, acc[t][v], piece, at[t]));
+                const auto value = Way::value(panel, column, acc[t][v], piece, at[t]);
+                b = Way::raise(b, value);
+                if constexpr (K == Keep::all) {
+                    Way::put(all + static_cast<std::size_t>(at[t]) * panel.groups * kGroup + column, value);
+                }
             }
         }
         Way::put(best + column, b);
     }
 }
 
-template <class Op, class Way, int Q, bool At>
+template <class Op, class Way, int Q, Keep K>
 inline void columns_of(const Panel& panel, std::size_t group, const Piece& piece, typename Way::Element* best,
-                       std::int32_t* best_at) {
+                       std::int32_t* best_at, typename Way::Element* all) {
     constexpr int T = Op::kTokens;
     const std::size_t row_bytes = 4 * panel.steps;
     std::int64_t token = 0;
@@ -120,15 +127,15 @@ inline void columns_of(const Panel& panel, std::size_t group, const Piece& piece
             const std::uint8_t* ahead = piece.rows + static_cast<std::size_t>(token) * row_bytes + Op::kPrefetch;
             for (std::size_t byte = 0; byte < T * row_bytes; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
         }
-        block<Op, Way, T, Q, At>(panel, group, piece, token, best, best_at);
+        block<Op, Way, T, Q, K>(panel, group, piece, token, best, best_at, all);
     }
     switch (piece.tokens - token) {
         case 0: break;
-        case 1: block<Op, Way, 1, Q, At>(panel, group, piece, token, best, best_at); break;
-        case 2: block<Op, Way, 2, Q, At>(panel, group, piece, token, best, best_at); break;
+        case 1: block<Op, Way, 1, Q, K>(panel, group, piece, token, best, best_at, all); break;
+        case 2: block<Op, Way, 2, Q, K>(panel, group, piece, token, best, best_at, all); break;
         case 3:
-        case 4: block<Op, Way, 4, Q, At>(panel, group, piece, token, best, best_at); break;
-        default: block<Op, Way, T, Q, At>(panel, group, piece, token, best, best_at); break;
+        case 4: block<Op, Way, 4, Q, K>(panel, group, piece, token, best, best_at, all); break;
+        default: block<Op, Way, T, Q, K>(panel, group, piece, token, best, best_at, all); break;
     }
 }
 
@@ -138,17 +145,29 @@ void scan_piece(const Panel& panel, const Piece& piece, typename Way::Element* b
     std::size_t group = 0;
     for (; group + Q <= panel.groups; group += Q) {
         if (best_at) {
-            columns_of<Op, Way, Q, true>(panel, group, piece, best, best_at);
+            columns_of<Op, Way, Q, Keep::place>(panel, group, piece, best, best_at, nullptr);
         } else {
-            columns_of<Op, Way, Q, false>(panel, group, piece, best, best_at);
+            columns_of<Op, Way, Q, Keep::best>(panel, group, piece, best, nullptr, nullptr);
         }
     }
     for (; group < panel.groups; ++group) {
         if (best_at) {
-            columns_of<Op, Way, 1, true>(panel, group, piece, best, best_at);
+            columns_of<Op, Way, 1, Keep::place>(panel, group, piece, best, best_at, nullptr);
         } else {
-            columns_of<Op, Way, 1, false>(panel, group, piece, best, best_at);
+            columns_of<Op, Way, 1, Keep::best>(panel, group, piece, best, nullptr, nullptr);
         }
+    }
+}
+
+template <class Op, class Way>
+void keep_piece(const Panel& panel, const Piece& piece, typename Way::Element* best, typename Way::Element* all) {
+    constexpr int Q = Op::kGroups;
+    std::size_t group = 0;
+    for (; group + Q <= panel.groups; group += Q) {
+        columns_of<Op, Way, Q, Keep::all>(panel, group, piece, best, nullptr, all);
+    }
+    for (; group < panel.groups; ++group) {
+        columns_of<Op, Way, 1, Keep::all>(panel, group, piece, best, nullptr, all);
     }
 }
 

@@ -26,7 +26,8 @@ const Engine* engine_neon(Codec codec) {
     static const Engine bf16{Pack::f32x1, stage_bf16, nullptr, nullptr, nullptr,
                              scan_piece<FmaOp, Plain<FmaOp>>, 0, 0, nullptr, nullptr};
     static const Engine f16{Pack::f32x1, stage_f16, nullptr, nullptr, nullptr,
-                            scan_piece<FmaOp, Plain<FmaOp>>, 0, 0, nullptr, nullptr};
+                            scan_piece<FmaOp, Plain<FmaOp>>, 0, 0, nullptr, nullptr,
+                            nullptr, nullptr, keep_piece<FmaOp, Plain<FmaOp>>};
     static const Engine f32{Pack::f32x1, stage_f32, nullptr, nullptr, nullptr,
                             scan_piece<FmaOp, Plain<FmaOp>>, 0, 0, nullptr, nullptr};
     switch (codec) {

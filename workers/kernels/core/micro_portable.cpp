@@ -120,13 +120,16 @@ struct FloatOp : Base {
 
 const Engine* engine_portable(Codec codec) {
     static const Engine int8{Pack::s16x2, stage_int8_wide, nullptr, scan_piece<IntegerOp, Plain<IntegerOp>>,
-                             scan_piece<IntegerOp, Scaled<IntegerOp>>, nullptr, 128, 0, nullptr, nullptr};
+                             scan_piece<IntegerOp, Scaled<IntegerOp>>, nullptr, 128, 0, nullptr, nullptr,
+                             keep_piece<IntegerOp, Plain<IntegerOp>>,
+                             keep_piece<IntegerOp, Scaled<IntegerOp>>, nullptr};
     static const Engine int4{Pack::s16x2, stage_int4_wide, nullptr, scan_piece<IntegerOp, Plain<IntegerOp>>,
                              scan_piece<IntegerOp, Scaled<IntegerOp>>, nullptr, 15, 1, nullptr, nullptr};
     static const Engine bf16{Pack::f32x1, stage_bf16, nullptr, nullptr, nullptr,
                              scan_piece<FloatOp, Plain<FloatOp>>, 0, 0, nullptr, nullptr};
     static const Engine f16{Pack::f32x1, stage_f16, nullptr, nullptr, nullptr,
-                            scan_piece<FloatOp, Plain<FloatOp>>, 0, 0, nullptr, nullptr};
+                            scan_piece<FloatOp, Plain<FloatOp>>, 0, 0, nullptr, nullptr,
+                            nullptr, nullptr, keep_piece<FloatOp, Plain<FloatOp>>};
     static const Engine f32{Pack::f32x1, stage_f32, nullptr, nullptr, nullptr,
                             scan_piece<FloatOp, Plain<FloatOp>>, 0, 0, nullptr, nullptr};
     switch (codec) {

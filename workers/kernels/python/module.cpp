@@ -23,6 +23,7 @@
 
 #include "codec.hpp"
 #include "cpu.hpp"
+#include "exact.hpp"
 #include "peak.hpp"
 #include "scan.hpp"
 
@@ -243,6 +244,64 @@ nb::tuple maxsim(const std::vector<View<float, 2>>& queries, const View<std::uin
     return nb::make_tuple(hand_over<float, 2>(std::move(scores), {rows.size(), results}), best_out);
 }
 
+Owned<double, 1> exact_maxsim(const View<float, 2>& query, const View<std::uint8_t, 2>& tokens,
+                              const View<std::int64_t, 1>& offsets, const View<std::int64_t, 1>& indices,
+                              const View<float, 2>& scan_query, const View<std::uint8_t, 2>& codes,
+                              const std::string& codec_name, std::uint64_t seed,
+                              const std::optional<View<float, 1>>& scales, const View<double, 2>& spread,
+                              const View<double, 2>& reach, bool mean, const CancelToken* cancel,
+                              const nb::object& checkpoint, const std::string& isa_name) {
+    pk::Documents vectors;
+    vectors.codec = pk::Codec::f16;
+    vectors.dim = check_codes(tokens, vectors.codec);
+    vectors.codes = tokens.data();
+    vectors.tokens = static_cast<std::int64_t>(tokens.shape(0));
+    vectors.count = static_cast<std::int64_t>(check_offsets(offsets));
+    vectors.offsets = offsets.data();
+    pk::Documents scanned = vectors;
+    scanned.codec = codec_of(codec_name);
+    scanned.dim = check_codes(codes, scanned.codec);
+    scanned.codes = codes.data();
+    scanned.tokens = static_cast<std::int64_t>(codes.shape(0));
+    scanned.seed = seed;
+    scanned.scales = check_scales(scales, codes.shape(0), scanned.codec);
+
+    const std::size_t columns = query.shape(0), results = indices.shape(0);
+    if (query.shape(1) != vectors.dim || scan_query.shape(1) != vectors.dim || scan_query.shape(0) != columns) {
+        throw pk::ArgumentError("query: has shape [" + std::to_string(columns) + ", " +
+                                std::to_string(query.shape(1)) + "], the vectors have " +
+                                std::to_string(vectors.dim) + " elements, or scan_query has another shape");
+    }
+    if (spread.shape(0) != 2 || spread.shape(1) != columns) throw pk::ArgumentError("spread: [2, q] is needed");
+    if (reach.shape(0) != 2 || reach.shape(1) != results) throw pk::ArgumentError("reach: [2, m] is needed");
+
+    pk::Selection selection;
+    selection.kind = pk::Selection::Kind::indices;
+    selection.indices = indices.data();
+    selection.size = static_cast<std::int64_t>(results);
+    pk::Options options;
+    options.mean = mean;
+    options.isa = pk::parse(isa_name);
+    options.cancel = cancel ? &cancel->flag : nullptr;
+    if (!checkpoint.is_none()) {
+        // By its address: a copy of this function must not touch a reference count without the GIL.
+        options.checkpoint = [call = checkpoint.ptr()] {
+            nb::gil_scoped_acquire acquire;
+            const nb::handle function(call);
+            function();
+        };
+    }
+    auto scores = allocate<double>(results);
+    {
+        nb::gil_scoped_release release;
+        const auto prepared = pk::prepare({{scan_query.data(), columns}}, vectors.dim, scanned.codec, seed,
+                                          scanned.scales != nullptr, pk::exact_level(options.isa));
+        pk::exact_maxsim({query.data(), columns}, vectors, *prepared, scanned, {spread.data(), reach.data()},
+                         selection, options, scores.get());
+    }
+    return hand_over<double, 1>(std::move(scores), {results});
+}
+
 Owned<std::int64_t, 1> topk(const View<float, 1>& scores, std::int64_t k) {
     std::vector<std::int64_t> positions;
     {
@@ -328,6 +387,10 @@ NB_MODULE(_core, m) {
           "seed"_a, "scales"_a.noconvert().none(), "range"_a.none(), "indices"_a.noconvert().none(),
           "mask"_a.noconvert().none(), "mean"_a, "argmax"_a, "threads"_a, "cancel"_a.none(), "checkpoint"_a.none(),
           "isa"_a);
+    m.def("exact_maxsim", &exact_maxsim, "query"_a.noconvert(), "tokens"_a.noconvert(), "offsets"_a.noconvert(),
+          "indices"_a.noconvert(), "scan_query"_a.noconvert(), "codes"_a.noconvert(), "codec"_a, "seed"_a,
+          "scales"_a.noconvert().none(), "spread"_a.noconvert(), "reach"_a.noconvert(), "mean"_a,
+          "cancel"_a.none(), "checkpoint"_a.none(), "isa"_a);
     m.def("topk", &topk, "scores"_a.noconvert(), "k"_a);
     m.def("query_errors", &query_errors, "query"_a.noconvert(), "codec"_a, "seed"_a);
     m.def("stream_read", &stream_read, "data"_a.noconvert(), "threads"_a, "repeats"_a, "isa"_a);

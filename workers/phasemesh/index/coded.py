@@ -133,14 +133,41 @@ def scan(
         select=ranges_of(mask, range_to_row),
         checkpoint=checkpoint,
     )
-    reach = norms.astype(np.float64) + codes.errors
     results = []
     for query, sums in zip(queries, scores, strict=True):
-        query_errors = float(kernels.query_errors(query, codec.value, seed=SEED).astype(np.float64).sum())
-        query_norms = float(np.linalg.norm(query.astype(np.float64), axis=1).sum()) * (1 + 2.0**-40)
-        dim = query.shape[1]
-        rounding = 2 * (dim + 1) * _UNIT_ROUNDOFF if codec is Codec.BF16 else _INTEGER_ROUNDING
-        bounds = query_norms * codes.errors + (query_errors + rounding * (query_norms + query_errors)) * reach
-        bounds += query.size * _UNDERFLOW
-        results.append((fold_ranges(sums, range_to_row, len(norms)), bounds))
+        spread, reach = similarity_bound(query, codec, norms, codes.errors)
+        of_errors, of_reach = spread.sum(axis=1)
+        results.append(
+            (fold_ranges(sums, range_to_row, len(norms)), of_errors * reach[0] + of_reach * reach[1])
+        )
     return results
+
+
+def similarity_bound(
+    scaled: npt.NDArray[np.float32],
+    codec: Codec,
+    norms: npt.NDArray[np.float32],
+    errors: npt.NDArray[np.float32],
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """How far a scanned similarity of query token j and a vector of row i can be from exact.
+
+    Args:
+        scaled: The query from `rescore.scale_query`, float32 [q, d].
+        codec: That is scanned.
+        norms: Upper bound of each row's vector norms, float32 [rows].
+        errors: Upper bound of the distance of each row's vectors and their codes, float32 [rows].
+
+    Returns:
+        `spread` and `reach`, float64 [2, q] and [2, rows], with the bound
+        spread[0, j] · reach[0, i] + spread[1, j] · reach[1, i].
+    """
+    kernels: Any = native.KERNELS
+    query_errors = kernels.query_errors(scaled, codec.value, seed=SEED).astype(np.float64)
+    query_norms = np.linalg.norm(scaled.astype(np.float64), axis=1) * (1 + 2.0**-40)
+    dim = scaled.shape[1]
+    rounding = 2 * (dim + 1) * _UNIT_ROUNDOFF if codec is Codec.BF16 else _INTEGER_ROUNDING
+    spread = np.stack([query_norms, query_errors + rounding * (query_norms + query_errors)])
+    # What underflows, as a product of two numbers that are nothing beside what they are added to.
+    spread[1] += dim * _UNDERFLOW * 2.0**60
+    wide = errors.astype(np.float64)
+    return spread, np.stack([wide, norms + wide + 2.0**-60])

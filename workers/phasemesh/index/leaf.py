@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from phasemesh.index.coded import scan
 from phasemesh.index.kernel import maxsim
-from phasemesh.index.rescore import best_tokens, error_bound, exact_maxsim, scale_query
+from phasemesh.index.rescore import Known, best_tokens, error_bound, exact_maxsim, scale_query
 from phasemesh.index.segments import Segment
 from phasemesh.index.spec import Codec, Reduction
 
@@ -291,7 +291,8 @@ def leaf_score(
         rows: Physical rows, int64 [m], in any order, repeats allowed.
         query: Query token vectors, float32 [q, d], q ≥ 1, finite.
         reduction: How the query tokens' best similarities are combined.
-        align: Also return each query token's best document vector. Positions count over all chunks.
+        align: Also return each query token's best document vector, of the chunk that gives the score.
+            Positions count over all chunks.
         checkpoint: Called between blocks of work; what it raises ends the scoring.
 
     Returns:
@@ -316,11 +317,23 @@ def leaf_score(
         elif score == -np.inf:
             results.append(RowScore(source.fragment_id, row, name, RowState.EMPTY))
         elif align:
-            matched, similarities = best_tokens(query, segment.row_tokens(row))
+            matched, similarities = _align(segment, query, row)
             results.append(RowScore(source.fragment_id, row, name, RowState.OK, score, matched, similarities))
         else:
             results.append(RowScore(source.fragment_id, row, name, RowState.OK, score))
     return results
+
+
+def _align(
+    segment: Segment, query: npt.NDArray[np.float32], row: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Best vectors of the row's best range, as positions in the row, and their similarities."""
+    ranges = np.arange(segment.row_ranges[row], segment.row_ranges[row + 1])
+    scores = exact_maxsim(query, segment.tokens, segment.range_offsets, ranges=ranges)
+    best = int(ranges[np.argmax(scores)])
+    begin, stop = segment.range_offsets[best], segment.range_offsets[best + 1]
+    matched, similarities = best_tokens(query, segment.tokens[begin:stop])
+    return matched + (begin - segment.range_offsets[ranges[0]]), similarities
 
 
 def _scan_vectors(
@@ -353,9 +366,11 @@ def _score_rows(
     begins, counts = segment.row_ranges[rows], segment.row_ranges[rows + 1] - segment.row_ranges[rows]
     first = np.cumsum(counts) - counts
     ranges = np.repeat(begins - first, counts) + np.arange(counts.sum())
+    known = Known(np.repeat(rows, counts), segment.norms, segment.codes, segment.key.codec)
     scores = exact_maxsim(
-        query, segment.tokens, segment.range_offsets, ranges=ranges, mean=mean, checkpoint=checkpoint
-    )
+        query, segment.tokens, segment.range_offsets, ranges=ranges, mean=mean, known=known,
+        checkpoint=checkpoint,
+    )  # fmt: skip
     # Every row owns at least one range, so no segment of the reduction is empty.
     return np.maximum.reduceat(scores, first) if len(rows) else scores
 

@@ -82,12 +82,19 @@ def maxsim(
     return fold_ranges(best, range_to_row, rows)
 
 
+def _total(best: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    sums: npt.NDArray[np.float64] = np.add.reduce(best, axis=1, dtype=np.float64)
+    return sums
+
+
 def reduce_ranges(
     best_of: Callable[[Block], npt.NDArray[np.floating]],
     offsets: npt.NDArray[np.int64],
     ranges: npt.NDArray[np.int64],
     query_shape: tuple[int, ...],
     checkpoint: Callable[[], None] | None = None,
+    *,
+    total: Callable[[npt.NDArray[np.floating]], npt.NDArray[np.float64]] = _total,
 ) -> npt.NDArray[np.float64]:
     """Sums each range's best similarities over the query's tokens, block by block.
 
@@ -97,6 +104,7 @@ def reduce_ranges(
         ranges: Ranges to reduce, [m]; none of them empty.
         query_shape: (q, d).
         checkpoint: Called before each block.
+        total: Sums over the query's tokens, [ranges, q] → float64 [ranges].
 
     Returns:
         The sums, float64 [m].
@@ -112,7 +120,7 @@ def reduce_ranges(
         if running is not None:
             best = np.maximum(best, running)
         if block.last:
-            sums[block.first : block.stop] = np.add.reduce(best, axis=1, dtype=np.float64)
+            sums[block.first : block.stop] = total(best)
             running = None
         else:
             running = best

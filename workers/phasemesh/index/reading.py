@@ -93,6 +93,17 @@ def matching_rows(dataset: lance.LanceDataset, predicate: str | None) -> dict[in
     return masks
 
 
+def row_addresses(dataset: lance.LanceDataset, predicate: str, columns: list[str]) -> pa.Table:
+    """Columns of the live rows that meet the predicate, with `fragment` and `row`: where each lies."""
+    table = dataset.scanner(columns=columns, with_row_address=True, filter=predicate).to_table()
+    addresses = table.column("_rowaddr").to_numpy()
+    return (
+        table.select(columns)
+        .append_column("fragment", pa.array(addresses >> _OFFSET_BITS))
+        .append_column("row", pa.array(addresses & ((1 << _OFFSET_BITS) - 1)))
+    )
+
+
 def referenced_files(dataset: lance.LanceDataset) -> list[Path]:
     """Every file that this version can't be read without, its manifest last."""
     root = Path(dataset.uri)

@@ -1,29 +1,70 @@
 """Exact MaxSim, and how far the float32 kernel can be from it.
 
 *Exact* is MaxSim of the stored float16 vectors in float64. It is computed so that a score is a function of
-the query and of the set of a range's vectors alone: each dot product is summed by itself in one fixed order,
-never inside a matrix product whose rounding depends on what else it multiplies. Two documents whose best
-vectors are equal therefore have equal scores, bit for bit, in whatever segment, process or company they are
-scored, and "ties by id" means the same to every scorer.
+the query and of the set of a range's vectors alone: each dot product is summed by itself in one fixed order
+(`sum_lanes`; products are exact), never inside a matrix product whose rounding depends on what else it
+multiplies. Two documents whose best vectors are equal therefore have equal scores, bit for bit, in whatever
+segment, process or company they are scored, and "ties by id" means the same to every scorer.
 
-Only the few vectors that can be the maximum get that treatment. A float32 matrix product finds them: all
-whose similarity is within twice its proven error of the largest.
+Only the few vectors that can be the maximum get that treatment. A scan finds them, of the vectors in float32
+or of their 8-bit codes: all whose similarity is within twice its proven error of the largest. The compiled
+kernels do both where they are installed; numpy does it otherwise, many times slower, with the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from phasemesh.index import native
+from phasemesh.index.coded import SEED, Codes, similarity_bound
 from phasemesh.index.portable import MAX_WIDENED, Block, reduce_ranges
+from phasemesh.index.spec import Codec
 from phasemesh.index.vectors import check_query, check_ranges
 
 _UNIT_ROUNDOFF = 2.0**-24
 #: Allowance for results that underflow (flushed to zero or not) once the query is scaled by `scale_query`:
 #: 2⁻¹²⁶ times the largest float16, with room to spare.
 _UNDERFLOW = 2.0**-100
+#: Partial sums of a dot product.
+_LANES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """What is known of the ranges that are scored, to find the vectors that may be the most similar faster.
+
+    Args:
+        rows: Row of each range that is asked for, int64 [m].
+        norms: Upper bound of each row's vector norms, float32 [rows]; its vectors are finite.
+        codes: Of all tokens; without data where there are none.
+        codec: They were made with; None for none.
+    """
+
+    rows: npt.NDArray[np.int64]
+    norms: npt.NDArray[np.float32]
+    codes: Codes
+    codec: Codec | None
+
+
+def sum_lanes(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Sums of rows, float64 [n, d] → [n], in the one order that exact scores are summed in.
+
+    Lane l adds elements l, l + 8, ..., in ascending order and from 0; then lanes l and l + 4 are added, of
+    those l and l + 2, and the last two. The compiled kernels do the same, element by element.
+    """
+    lanes = np.zeros((len(values), _LANES))
+    for begin in range(0, values.shape[1], _LANES):
+        part = values[:, begin : begin + _LANES]
+        lanes[:, : part.shape[1]] += part
+    half = lanes[:, :4] + lanes[:, 4:]
+    quarter = half[:, :2] + half[:, 2:]
+    sums: npt.NDArray[np.float64] = quarter[:, 0] + quarter[:, 1]
+    return sums
 
 
 def scale_query(query: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -83,6 +124,7 @@ def exact_maxsim(
     *,
     ranges: npt.NDArray[np.int64] | None = None,
     mean: bool = False,
+    known: Known | None = None,
     checkpoint: Callable[[], None] | None = None,
 ) -> npt.NDArray[np.float64]:
     """Exact scores of some ranges.
@@ -93,6 +135,7 @@ def exact_maxsim(
         offsets: As in `kernel.maxsim`.
         ranges: Ranges to score, int64 [m], in any order; None for all.
         mean: Divide by the number of query tokens.
+        known: What is known of the ranges; it changes how long this takes and nothing else.
         checkpoint: Called between blocks; what it raises ends the scoring.
 
     Returns:
@@ -107,10 +150,15 @@ def exact_maxsim(
         ranges = np.arange(len(offsets) - 1)
     elif len(ranges) and (ranges.min() < 0 or ranges.max() >= len(offsets) - 1):
         raise ValueError(f"ranges: {ranges.min()} to {ranges.max()} leave 0 to {len(offsets) - 2}")
+    fast = getattr(native.KERNELS, "exact_maxsim", None)
+    if fast is not None and tokens.flags.c_contiguous and native.takes(tokens.shape[1], len(query)):
+        return _compiled(fast, query, tokens, offsets, ranges, mean, known, checkpoint)
     filled = np.flatnonzero(offsets[ranges + 1] > offsets[ranges])
     scores = np.full(len(ranges), -np.inf)
     similarities = _ExactSimilarities(query, tokens)
-    scores[filled] = reduce_ranges(similarities.best_of, offsets, ranges[filled], query.shape, checkpoint)
+    scores[filled] = reduce_ranges(
+        similarities.best_of, offsets, ranges[filled], query.shape, checkpoint, total=sum_lanes
+    )
     return scores / len(query) if mean else scores
 
 
@@ -138,6 +186,64 @@ def best_tokens(
     won = values == best[column]
     np.minimum.at(first, column[won], token[won])
     return first, best
+
+
+def _compiled(
+    fast: Callable[..., npt.NDArray[np.float64]],
+    query: npt.NDArray[np.float32],
+    tokens: npt.NDArray[np.float16],
+    offsets: npt.NDArray[np.int64],
+    ranges: npt.NDArray[np.int64],
+    mean: bool,
+    known: Known | None,
+    checkpoint: Callable[[], None] | None,
+) -> npt.NDArray[np.float64]:
+    scaled = scale_query(query)
+    dim = tokens.shape[1]
+    coded: dict[str, Any] = {}
+    if known is not None and known.codec is Codec.INT8 and len(known.codes.data):
+        spread, reach = similarity_bound(scaled, known.codec, known.norms, known.codes.errors)
+        reach = reach[:, known.rows]
+        scales = known.codes.scales
+        coded = {
+            "codes": known.codes.data,
+            "codec": known.codec.value,
+            "seed": SEED,
+            "scales": scales if len(scales) else None,
+        }
+    else:
+        norms = _range_norms(tokens, offsets, ranges) if known is None else known.norms[known.rows]
+        # One query's similarities are off by no more than `error_bound` says of their sum.
+        spread = np.stack([_gamma(dim) * vector_norms(scaled), np.full(len(query), dim * _UNDERFLOW)])
+        reach = np.stack([norms.astype(np.float64), np.ones(len(norms))])
+    return fast(
+        query.astype(np.float32, order="C", copy=False),
+        tokens,
+        offsets,
+        ranges,
+        spread=spread,
+        reach=np.ascontiguousarray(reach),
+        scan_query=scaled,
+        mean=mean,
+        checkpoint=checkpoint,
+        **coded,
+    )
+
+
+def _range_norms(
+    tokens: npt.NDArray[np.float16], offsets: npt.NDArray[np.int64], ranges: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Upper bounds of the norms of each range's vectors, float64 [m]; 0 for empty ranges."""
+    norms = np.zeros(len(ranges))
+    for position, index in enumerate(ranges.tolist()):
+        begin, stop = int(offsets[index]), int(offsets[index + 1])
+        step = max(1, MAX_WIDENED // tokens.shape[1])
+        for first in range(begin, stop, step):
+            bounds = vector_norms(tokens[first : min(first + step, stop)])
+            if not np.isfinite(bounds).all():
+                raise ValueError("tokens: a document's vectors aren't finite")
+            norms[position] = max(norms[position], float(bounds.max()))
+    return norms
 
 
 class _ExactSimilarities:
@@ -183,9 +289,8 @@ class _ExactSimilarities:
         step = max(1, MAX_WIDENED // dim)
         for begin in range(0, len(token), step):
             part = slice(begin, begin + step)
-            # float16 times float32 is exact in float64; numpy sums each contiguous row by itself, pairwise.
-            products = vectors[token[part]].astype(np.float64) * self._query[column[part]]
-            values[part] = np.add.reduce(products, axis=1)
+            # float16 times float32 is exact in float64.
+            values[part] = sum_lanes(vectors[token[part]].astype(np.float64) * self._query[column[part]])
         return token, column, values
 
 

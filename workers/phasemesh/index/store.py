@@ -78,6 +78,21 @@ class StoreStats:
     fragments: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Where a document lies in one version.
+
+    Args:
+        fragment_id: Fragment that holds it.
+        row: Its physical row there.
+        tokens: Its token vectors.
+    """
+
+    fragment_id: int
+    row: int
+    tokens: int
+
+
 class CollectionStore:
     """Documents of one incarnation. Safe for several threads and for several processes at once.
 
@@ -229,6 +244,19 @@ class CollectionStore:
         found = {document.id: document for document in table_to_documents(self._entry.spec, table)}
         missing = [document_id for document_id in dict.fromkeys(ids) if document_id not in found]
         return [found[document_id] for document_id in ids if document_id in found], missing
+
+    def locate(self, ids: Sequence[str], version: Version) -> dict[str, RowPlace]:
+        """Where documents lie; ids that aren't there are absent.
+
+        Raises:
+            VersionGone: There is no such version.
+        """
+        dataset = self._history.at(version)
+        if not ids:
+            return {}
+        table = reading.row_addresses(dataset, ids_sql(dict.fromkeys(ids)), [ID, TOKEN_COUNT])
+        columns = [table.column(name).to_pylist() for name in (ID, "fragment", "row", TOKEN_COUNT)]
+        return {name: RowPlace(*place) for name, *place in zip(*columns, strict=True)}
 
     def count(self, version: Version, equals: EqualityFilter | None = None) -> int:
         """Live documents that meet the filter.

@@ -1335,14 +1335,20 @@ Global___CountDocumentsResponse: _TypeAlias = CountDocumentsResponse  # noqa: Y0
 
 @_typing.final
 class Query(_message.Message):
-    """A query as text or as vectors."""
+    """A query as text, as vectors, or as a stored document."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
     VECTORS_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, encoded by the collection's model."""
+    id: _builtins.str
+    """Id of a document of the same collection, in the version that is read: its stored token vectors, those of
+    all of its chunks, are the query. Search leaves that document itself out of the hits; Rerank and Explain
+    score it like any other that is named.
+    """
     @_builtins.property
     def vectors(self) -> _common_pb2.Tensor:
         """Token vectors, [tokens, dimension]."""
@@ -1352,12 +1358,13 @@ class Query(_message.Message):
         *,
         text: _builtins.str = ...,
         vectors: _common_pb2.Tensor | None = ...,
+        id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "vectors", b"vectors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "id", b"id", "text", b"text", "vectors", b"vectors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "vectors", b"vectors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "id", b"id", "text", b"text", "vectors", b"vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "vectors"]  # noqa: Y015
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "vectors", "id"]  # noqa: Y015
     _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
 
@@ -1563,7 +1570,9 @@ Global___SearchResponse: _TypeAlias = SearchResponse  # noqa: Y015
 
 @_typing.final
 class RerankRequest(_message.Message):
-    """Asks for scores of stored documents."""
+    """Asks for scores of stored documents. Every id that is named is answered, as often as it is named: as a hit, as
+    missing or as empty.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1577,14 +1586,14 @@ class RerankRequest(_message.Message):
     collection: _builtins.str
     """Collection that holds them."""
     top_k: _builtins.int
-    """Best documents wanted; absent for all."""
+    """Hits wanted, at least 1; absent for all. It leaves missing and empty ids alone."""
     @_builtins.property
     def query(self) -> Global___Query:
         """What to score against."""
 
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Documents to score, by id."""
+        """Documents to score, by id: 1 to 10,000."""
 
     @_builtins.property
     def projection(self) -> Global___Projection:
@@ -1621,7 +1630,9 @@ Global___RerankRequest: _TypeAlias = RerankRequest  # noqa: Y015
 
 @_typing.final
 class RerankResponse(_message.Message):
-    """Scores of stored documents."""
+    """Scores of stored documents, equal to those of a search bit for bit. Without `top_k`, hits, missing and empty ids
+    are together as many as the ids of the request.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1633,15 +1644,15 @@ class RerankResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Hit]:
-        """Best first; equal scores by id."""
+        """Best first; equal scores by id. An id that was named twice is there twice."""
 
     @_builtins.property
     def missing_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids that weren't there."""
+        """Ids that aren't in the version, in the order of the request."""
 
     @_builtins.property
     def empty_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Documents without token vectors."""
+        """Documents without token vectors, which have no score, in the order of the request."""
 
     @_builtins.property
     def version(self) -> Global___Version:
@@ -1683,6 +1694,7 @@ class ExplainRequest(_message.Message):
     QUERY_FIELD_NUMBER: _builtins.int
     ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    TRUNCATION_FIELD_NUMBER: _builtins.int
     collection: _builtins.str
     """Collection that holds it."""
     id: _builtins.str
@@ -1695,6 +1707,10 @@ class ExplainRequest(_message.Message):
     def version(self) -> Global___ReadVersion:
         """Version to read."""
 
+    @_builtins.property
+    def truncation(self) -> _common_pb2.Truncation:
+        """What to do with a query text that is longer than the model takes; absent refuses it."""
+
     def __init__(
         self,
         *,
@@ -1702,10 +1718,11 @@ class ExplainRequest(_message.Message):
         query: Global___Query | None = ...,
         id: _builtins.str = ...,
         version: Global___ReadVersion | None = ...,
+        truncation: _common_pb2.Truncation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["query", b"query", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["query", b"query", "truncation", b"truncation", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["collection", b"collection", "id", b"id", "query", b"query", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["collection", b"collection", "id", b"id", "query", b"query", "truncation", b"truncation", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1727,13 +1744,15 @@ class TokenAlignment(_message.Message):
     query_token: _builtins.int
     """Row of the query's matrix."""
     query_span_start: _builtins.int
-    """First character of the query token, where the query was text."""
+    """First character of the query token in the query's text; absent where the query was no text. A token that
+    stands for no characters, as a marker of the model, has an empty span.
+    """
     query_span_end: _builtins.int
     """One past its last character."""
     document_token: _builtins.int
-    """Row of the document's matrix."""
+    """Row of the document's matrix, counted over all of its chunks; the first of equally similar ones."""
     document_span_start: _builtins.int
-    """First character of the document token, where spans are stored."""
+    """First character of the document token in the document's text; absent where no spans are stored."""
     document_span_end: _builtins.int
     """One past its last character."""
     similarity: _builtins.float
@@ -1742,18 +1761,33 @@ class TokenAlignment(_message.Message):
         self,
         *,
         query_token: _builtins.int = ...,
-        query_span_start: _builtins.int = ...,
-        query_span_end: _builtins.int = ...,
+        query_span_start: _builtins.int | None = ...,
+        query_span_end: _builtins.int | None = ...,
         document_token: _builtins.int = ...,
-        document_span_start: _builtins.int = ...,
-        document_span_end: _builtins.int = ...,
+        document_span_start: _builtins.int | None = ...,
+        document_span_end: _builtins.int | None = ...,
         similarity: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_span_end", b"_document_span_end", "_document_span_start", b"_document_span_start", "_query_span_end", b"_query_span_end", "_query_span_start", b"_query_span_start", "document_span_end", b"document_span_end", "document_span_start", b"document_span_start", "query_span_end", b"query_span_end", "query_span_start", b"query_span_start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["document_span_end", b"document_span_end", "document_span_start", b"document_span_start", "document_token", b"document_token", "query_span_end", b"query_span_end", "query_span_start", b"query_span_start", "query_token", b"query_token", "similarity", b"similarity"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_span_end", b"_document_span_end", "_document_span_start", b"_document_span_start", "_query_span_end", b"_query_span_end", "_query_span_start", b"_query_span_start", "document_span_end", b"document_span_end", "document_span_start", b"document_span_start", "document_token", b"document_token", "query_span_end", b"query_span_end", "query_span_start", b"query_span_start", "query_token", b"query_token", "similarity", b"similarity"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__document_span_end: _TypeAlias = _typing.Literal["document_span_end"]  # noqa: Y015
+    _WhichOneofArgType__document_span_end: _TypeAlias = _typing.Literal["_document_span_end", b"_document_span_end"]  # noqa: Y015
+    _WhichOneofReturnType__document_span_start: _TypeAlias = _typing.Literal["document_span_start"]  # noqa: Y015
+    _WhichOneofArgType__document_span_start: _TypeAlias = _typing.Literal["_document_span_start", b"_document_span_start"]  # noqa: Y015
+    _WhichOneofReturnType__query_span_end: _TypeAlias = _typing.Literal["query_span_end"]  # noqa: Y015
+    _WhichOneofArgType__query_span_end: _TypeAlias = _typing.Literal["_query_span_end", b"_query_span_end"]  # noqa: Y015
+    _WhichOneofReturnType__query_span_start: _TypeAlias = _typing.Literal["query_span_start"]  # noqa: Y015
+    _WhichOneofArgType__query_span_start: _TypeAlias = _typing.Literal["_query_span_start", b"_query_span_start"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__document_span_end) -> _WhichOneofReturnType__document_span_end | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__document_span_start) -> _WhichOneofReturnType__document_span_start | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__query_span_end) -> _WhichOneofReturnType__query_span_end | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__query_span_start) -> _WhichOneofReturnType__query_span_start | None: ...
 
 Global___TokenAlignment: _TypeAlias = TokenAlignment  # noqa: Y015
 
@@ -1766,15 +1800,30 @@ class ExplainResponse(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     ALIGNMENTS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    REDUCTION_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     score: _builtins.float
-    """The document's score."""
+    """The document's score, as a search gives it."""
+    reduction: Global___MaxSimReduction.ValueType
+    """How the similarities are combined: MAX_SIM_REDUCTION_SUM or MAX_SIM_REDUCTION_MEAN."""
     @_builtins.property
     def alignments(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenAlignment]:
-        """One entry per query token; their similarities add up to the score."""
+        """One entry per query token, in their order; all within the document's best chunk. The score is the sum of their
+        similarities, or their mean where that is the collection's reduction, each similarity rounded to float32.
+        """
 
     @_builtins.property
     def version(self) -> Global___Version:
         """Version that was read."""
+
+    @_builtins.property
+    def usage(self) -> _common_pb2.Usage:
+        """Tokens consumed by encoding the query."""
+
+    @_builtins.property
+    def timings(self) -> _common_pb2.Timings:
+        """Where the time went."""
 
     def __init__(
         self,
@@ -1782,10 +1831,13 @@ class ExplainResponse(_message.Message):
         score: _builtins.float = ...,
         alignments: _abc.Iterable[Global___TokenAlignment] | None = ...,
         version: Global___Version | None = ...,
+        reduction: Global___MaxSimReduction.ValueType = ...,
+        usage: _common_pb2.Usage | None = ...,
+        timings: _common_pb2.Timings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alignments", b"alignments", "score", b"score", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alignments", b"alignments", "reduction", b"reduction", "score", b"score", "timings", b"timings", "usage", b"usage", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -344,7 +344,9 @@ class LeafScore(_message.Message):
     """Its score, unrounded; absent for a document without token vectors."""
     @_builtins.property
     def best_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For each query token the best row of the document's matrix, if asked for."""
+        """For each query token the best row of the document's matrix, counted over all chunks and of the chunk that gives
+        the score, if asked for.
+        """
 
     @_builtins.property
     def best_similarities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from phasemesh_kernels._codec import Encoded, EncodeError, Refused, decode, encode
 from phasemesh_kernels._core import Cancelled, CancelToken
 from phasemesh_kernels._core import version as __version__
+from phasemesh_kernels._exact import exact_maxsim
 from phasemesh_kernels._machine import capabilities, multiply_rate, read_bandwidth
 from phasemesh_kernels._search import maxsim, maxsim_multi, maxsim_topk, query_errors
 
@@ -30,6 +31,7 @@ __all__ = [
     "capabilities",
     "decode",
     "encode",
+    "exact_maxsim",
     "maxsim",
     "maxsim_multi",
     "maxsim_topk",

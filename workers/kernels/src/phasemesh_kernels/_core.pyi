@@ -59,6 +59,23 @@ def maxsim(
     checkpoint: Callable[[], object] | None,
     isa: str,
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32] | None]: ...
+def exact_maxsim(
+    query: npt.NDArray[np.float32],
+    tokens: npt.NDArray[np.uint8],
+    offsets: npt.NDArray[np.int64],
+    indices: npt.NDArray[np.int64],
+    scan_query: npt.NDArray[np.float32],
+    codes: npt.NDArray[np.uint8],
+    codec: str,
+    seed: int,
+    scales: npt.NDArray[np.float32] | None,
+    spread: npt.NDArray[np.float64],
+    reach: npt.NDArray[np.float64],
+    mean: bool,
+    cancel: CancelToken | None,
+    checkpoint: Callable[[], object] | None,
+    isa: str,
+) -> npt.NDArray[np.float64]: ...
 def topk(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]: ...
 def query_errors(query: npt.NDArray[np.float32], codec: str, seed: int) -> npt.NDArray[np.float32]: ...
 def stream_read(data: npt.NDArray[np.uint8], threads: int, repeats: int, isa: str) -> float: ...
