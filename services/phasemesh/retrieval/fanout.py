@@ -45,7 +45,7 @@ _RETRY_AFTER_S = 1.0
 #: Reasons of a peer that isn't there, or soon won't be.
 _UNREACHABLE = ("PEER_UNREACHABLE", "DRAINING")
 #: While no scorer at all can be reached for a fragment, all of them are asked again after each of these
-#: seconds: one that was started again listens before our channel knows, which waits up to 2 s between attempts.
+#: seconds: one that was started again listens before our channel knows, which tries every 2 s at the least.
 _PATIENCE_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 
 _log = logging.getLogger(__name__)
