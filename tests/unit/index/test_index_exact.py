@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,7 @@ def test_the_compiled_kernels_and_numpy_give_the_same_bits(
 @pytest.mark.parametrize("scales", [False, True])
 def test_every_instruction_set_gives_the_same_bits(coded: bool, scales: bool) -> None:
     assert native.KERNELS is not None
+    assert COMPILED is not None
     query, documents = material(4, 128, 40, longest=300, unit=not scales)
     segment = segment_of(documents, 128, Codec.INT8)
     assert bool(len(segment.codes.scales)) is scales
@@ -139,7 +141,7 @@ def test_every_instruction_set_gives_the_same_bits(coded: bool, scales: bool) ->
     levels = [*native.KERNELS.capabilities()["levels"], "amx"]
     for level in levels:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PHASEMESH_KERNELS_ISA", level)
+            patch.setattr(native.KERNELS, "exact_maxsim", partial(COMPILED, isa=level))
             found.add(tuple(score_rows(source, np.arange(40), query, Reduction.SUM).tolist()))
     assert len(levels) > 1
     assert len(found) == 1
