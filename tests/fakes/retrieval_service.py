@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import uuid
 from collections import deque
 from dataclasses import dataclass, field
@@ -243,13 +244,12 @@ class FakeRetrieval(RetrievalServiceServicer):
         if request.candidates > pb.CANDIDATE_SOURCE_EXHAUSTIVE:
             raise Unimplemented("only exhaustive search is here", field="candidates")
         documents, version = _read(kept, request.version)
-        candidates = [item for item in _filtered(documents, request, kept.spec) if len(item.tokens)]
-        if request.query.WhichOneof("content") == "vectors":
-            query = _matrix(request.query.vectors, kept.spec, "query.vectors")
-        else:
-            query = word_matrix(request.query.text)
-            if not len(query):
-                raise InvalidArgument("query.text has no words", reason="EMPTY_INPUT", field="query.text")
+        candidates = [
+            item
+            for item in _filtered(documents, request, kept.spec)
+            if len(item.tokens) and item.id != request.query.id
+        ]
+        query = _query(request.query, kept.spec, documents)
         scored = sorted((-maxsim(query, item.tokens), item.id, item) for item in candidates)[: request.k]
         hits = [
             pb.Hit(
@@ -272,6 +272,58 @@ class FakeRetrieval(RetrievalServiceServicer):
                 candidates=pb.CANDIDATE_SOURCE_EXHAUSTIVE,
                 exact=True,
             ),
+            usage=Usage(tokens=len(query)),
+            timings=_timings(SEARCH_PHASES_NS),
+        )
+
+    async def Rerank(self, request: pb.RerankRequest, context: Any) -> Any:
+        await self._gate(request)
+        kept = self._find(request.collection)
+        documents, version = _read(kept, request.version)
+        query = _query(request.query, kept.spec, documents)
+        there = [documents[wanted] for wanted in request.ids if wanted in documents]
+        scored = sorted((-maxsim(query, item.tokens), item.id) for item in there if len(item.tokens))
+        return pb.RerankResponse(
+            hits=[
+                pb.Hit(
+                    id=name,
+                    score=-negative,
+                    document=_shown(documents[name], request.projection)
+                    if request.HasField("projection")
+                    else None,
+                )
+                for negative, name in scored[: request.top_k or None]
+            ],
+            missing_ids=[wanted for wanted in request.ids if wanted not in documents],
+            empty_ids=[item.id for item in there if not len(item.tokens)],
+            version=version,
+            usage=Usage(tokens=len(query)),
+            timings=_timings(SEARCH_PHASES_NS),
+        )
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> Any:
+        await self._gate(request)
+        kept = self._find(request.collection)
+        documents, version = _read(kept, request.version)
+        if request.id not in documents:
+            raise NotFound(f"id: there is no {request.id!r}", reason="DOCUMENT_NOT_FOUND", field="id")
+        query, document = _query(request.query, kept.spec, documents), documents[request.id]
+        similarities = query.astype(np.float64) @ document.tokens.astype(np.float64).T
+        asked = _word_spans(request.query.text) if request.query.text else None
+        stored = _word_spans(document.text) if document.text else None
+        alignments = []
+        for row, best in enumerate(similarities.argmax(axis=1).tolist()):
+            one = pb.TokenAlignment(query_token=row, document_token=best, similarity=similarities[row, best])
+            if asked is not None:
+                one.query_span_start, one.query_span_end = asked[row]
+            if stored is not None:
+                one.document_span_start, one.document_span_end = stored[best]
+            alignments.append(one)
+        return pb.ExplainResponse(
+            score=float("nan") if self.spoil else maxsim(query, document.tokens),
+            alignments=alignments,
+            version=version,
+            reduction=kept.spec.reduction,
             usage=Usage(tokens=len(query)),
             timings=_timings(SEARCH_PHASES_NS),
         )
@@ -333,6 +385,24 @@ def _matrix(tensor: Any, spec: pb.CollectionSpec, path: str) -> NDArray[np.float
     if not np.isfinite(matrix).all():
         raise InvalidArgument(f"{path}: holds NaN or infinity", reason="NOT_FINITE", field=path)
     return matrix.astype(np.float16)
+
+
+def _query(wire: pb.Query, spec: pb.CollectionSpec, documents: dict[str, Stored]) -> NDArray[np.float16]:
+    kind = wire.WhichOneof("content")
+    if kind == "vectors":
+        return _matrix(wire.vectors, spec, "query.vectors")
+    if kind == "id":
+        if wire.id not in documents:
+            raise NotFound("query.id isn't there", reason="DOCUMENT_NOT_FOUND", field="query.id")
+        return documents[wire.id].tokens
+    query = word_matrix(wire.text)
+    if not len(query):
+        raise InvalidArgument("query.text has no words", reason="EMPTY_INPUT", field="query.text")
+    return query
+
+
+def _word_spans(text: str) -> list[tuple[int, int]]:
+    return [match.span() for match in re.finditer(r"\S+", text)]
 
 
 def _check_declared(fields: Struct, spec: pb.CollectionSpec, path: str) -> None:

@@ -53,8 +53,9 @@ TimeoutOption = Annotated[float, typer.Option("--timeout", help="Deadline in sec
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     from phasemesh.cli.collection_commands import index, search
+    from phasemesh.cli.explain_command import explain
 
-    for command in (models, embed, rerank, index, search, demo):
+    for command in (models, embed, rerank, index, search, explain, demo):
         app.command()(command)
 
 

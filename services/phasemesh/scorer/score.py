@@ -1,19 +1,21 @@
 """LeafScore: given rows of some fragments, each scored exactly.
 
 A row that isn't there (never was, or this version has deleted it) is left out of the scores and named in a
-failure of its fragment; the fragment's other rows are scored.
+failure of its fragment; the fragment's other rows are scored. All rows are dealt out to as many units as
+there are threads, so that one scoring alone uses them all; a fragment that fails, fails alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from phasemesh.errors import InvalidArgument, NotFound
-from phasemesh.index.leaf import LeafSource, RowScore, RowState, leaf_score
+from phasemesh.errors import Cancelled, InvalidArgument, NotFound
+from phasemesh.index.leaf import LeafSource, RowScore, RowState, leaf_score, score_rows
 from phasemesh.index.spec import Reduction
 from phasemesh.scorer.admission import Unit, scan_work
 from phasemesh.scorer.fragments import Asked, Found, Fragments
@@ -28,6 +30,34 @@ _ALIGNED_BYTES = 9
 _ROW_BYTES = 300
 #: Missing rows that a failure's words name.
 _NAMED_ROWS = 5
+#: Scan work that is worth a unit of its own: some tenths of a millisecond.
+_UNIT_WORK = 1 << 14
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Rows of one fragment that one thread scores; `lengths` has the token vectors of each, int64 [rows]."""
+
+    position: int
+    source: LeafSource
+    rows: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, position: int, source: LeafSource, rows: npt.NDArray[np.int64]) -> _Part:
+        """A part with the lengths of its rows."""
+        offsets, ranges = source.segment.range_offsets, source.segment.row_ranges
+        return cls(position, source, rows, offsets[ranges[rows + 1]] - offsets[ranges[rows]])
+
+    @property
+    def tokens(self) -> int:
+        """Token vectors of all rows."""
+        return int(self.lengths.sum())
+
+    @property
+    def documents(self) -> int:
+        """Rows that have token vectors."""
+        return int(np.count_nonzero(self.lengths))
 
 
 async def score(
@@ -51,59 +81,107 @@ async def score(
     found = await fragments.lookup(index, asked)
     tokens = sum(one.tokens for one in found if isinstance(one, Found))
     failures: list[pb.FragmentFailure] = []
-    scores: list[RowScore] = []
+    scores: list[pb.LeafScore] = []
+    documents = scanned = 0
     with shop.queue.admit(scan_work(tokens, len(query)), deadline_s=job.deadline_s) as claim:
         async with fragments.sources(found) as looked:
             loaded_ns = job.clock.now_ns()
             job.clock.note(names.PHASE_LOAD, start_ns, loaded_ns, {names.FRAGMENTS: len(asked)})
-            units: list[Unit[list[RowScore]]] = []
-            positions: list[int] = []
+            parts: list[_Part] = []
             for position, (one, selection) in enumerate(zip(looked, request.fragments, strict=True)):
                 if isinstance(one, pb.FragmentFailure):
                     failures.append(one)
                     continue
                 # Beyond any fragment already means "isn't there", and fits an int64.
-                rows = np.array([min(row, one.segment.rows) for row in selection.rows], np.int64)
+                rows = np.minimum(np.array(selection.rows, np.uint64), one.segment.rows).astype(np.int64)
                 present = rows < one.segment.rows
                 if one.visible is not None:
                     present[present] = one.visible[rows[present]]
                 if not present.all():
                     gone = [row for row, there in zip(selection.rows, present, strict=True) if not there]
                     failures.append(fragments.failed(one.fragment_id, _missing(gone, position)))
-                rows = rows[present]
-                work = scan_work(int(one.segment.row_lengths[rows].sum()), len(query))
-                units.append(Unit(work, partial(_score, one, rows, query, index.reduction, align)))
-                positions.append(position)
-            for position, result in zip(positions, await claim.run(units), strict=True):
-                if isinstance(result, Exception):
-                    failures.append(fragments.failed(asked[position].fragment_id, result))
-                else:
-                    scores += result
-            scored(
-                shop, job, claim, loaded_ns,
-                documents=sum(one.state is RowState.OK for one in scores),
-                tokens=_tokens(looked, scores),
-            )  # fmt: skip
-    reply = pb.LeafScoreResponse(scores=[_wire(one) for one in scores], failures=failures)
+                parts.append(_Part.of(position, one, rows[present]))
+            groups = _dealt(parts, scan_work(1, len(query)), shop.queue.threads)
+            units = [
+                Unit(
+                    scan_work(sum(part.tokens for part in group), len(query)),
+                    partial(_score, group, query, index.reduction, align),
+                )
+                for group in groups
+            ]
+            failed: dict[int, pb.FragmentFailure] = {}
+            for group, results in zip(groups, await claim.run(units), strict=True):
+                each = [results] * len(group) if isinstance(results, Exception) else results
+                for part, result in zip(group, each, strict=True):
+                    if isinstance(result, Exception):
+                        number = part.source.fragment_id
+                        failed.setdefault(part.position, fragments.failed(number, result))
+                    else:
+                        scores += result
+                        documents += part.documents
+                        scanned += part.tokens
+            failures += failed.values()
+            scored(shop, job, claim, loaded_ns, documents=documents, tokens=scanned)
+    reply = pb.LeafScoreResponse(scores=scores, failures=failures)
     reply.timings.CopyFrom(job.timings())
     return reply
 
 
 def _score(
-    source: LeafSource,
-    rows: npt.NDArray[np.int64],
+    parts: Sequence[_Part],
     query: npt.NDArray[np.float32],
     reduction: Reduction,
     align: bool,
     checkpoint: Callable[[], None],
-) -> list[RowScore]:
-    return leaf_score(source, rows, query, reduction, align=align, checkpoint=checkpoint)
+) -> list[list[pb.LeafScore] | Exception]:
+    results: list[list[pb.LeafScore] | Exception] = []
+    for part in parts:
+        try:
+            results.append(_score_part(part, query, reduction, align, checkpoint))
+        except Cancelled:
+            raise
+        except Exception as error:
+            results.append(error)
+    return results
 
 
-def _tokens(looked: Sequence[LeafSource | pb.FragmentFailure], scores: Sequence[RowScore]) -> int:
-    segments = {one.fragment_id: one.segment for one in looked if isinstance(one, LeafSource)}
-    lengths = {fragment_id: segment.row_lengths for fragment_id, segment in segments.items()}
-    return sum(int(lengths[one.fragment_id][one.row]) for one in scores)
+def _score_part(
+    part: _Part,
+    query: npt.NDArray[np.float32],
+    reduction: Reduction,
+    align: bool,
+    checkpoint: Callable[[], None],
+) -> list[pb.LeafScore]:
+    source, rows = part.source, part.rows
+    if align:
+        return [
+            _wire(one)
+            for one in leaf_score(source, rows, query, reduction, align=True, checkpoint=checkpoint)
+        ]
+    number = source.fragment_id
+    scores = score_rows(source, rows, query, reduction, checkpoint=checkpoint)
+    names = source.segment.row_ids(rows)
+    return [
+        pb.LeafScore(fragment_id=number, row=row, id=name)
+        if score == -np.inf
+        else pb.LeafScore(fragment_id=number, row=row, id=name, score=score)
+        for row, name, score in zip(rows.tolist(), names, scores.tolist(), strict=True)
+    ]
+
+
+def _dealt(parts: Sequence[_Part], token_work: int, hands: int) -> list[list[_Part]]:
+    """The rows in at most `hands` groups of about as many token vectors each, in their order."""
+    total = sum(part.tokens for part in parts)
+    count = max(1, min(hands, total * token_work // _UNIT_WORK))
+    groups: list[list[_Part]] = [[] for _ in range(count)]
+    before = 0
+    for part in parts:
+        ends = before + np.cumsum(part.lengths)
+        group = np.minimum((ends - part.lengths) * count // max(total, 1), count - 1)
+        for number in np.unique(group).tolist():
+            groups[number].append(_Part.of(part.position, part.source, part.rows[group == number]))
+        before += part.tokens
+    return [group for group in groups if group]
 
 
 def _wire(one: RowScore) -> pb.LeafScore:

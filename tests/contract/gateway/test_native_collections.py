@@ -150,6 +150,74 @@ async def test_a_filter_restricts_search_and_count(stack: Stack) -> None:
     assert error["error"]["field"] == "filter.equals.field"
 
 
+async def test_rerank_answers_every_id(stack: Stack) -> None:
+    await filled(stack)
+    ids = ["b", "nobody", "d", "c", "b"]
+    body = {"query": "water river", "ids": ids, "projection": {"text": True}}
+    found = await send(stack, "POST", "/articles/rerank", body)
+    expected = dict(brute_force(word_matrix("water river")))
+    ranked = sorted(["b", "b", "c"], key=lambda key: (-expected[key], key))
+    assert [hit["id"] for hit in found["hits"]] == ranked
+    assert [hit["score"] for hit in found["hits"]] == pytest.approx(
+        [expected[key] for key in ranked], rel=1e-6
+    )
+    assert found["hits"][0]["document"] == {"id": ranked[0], "text": TEXTS[ranked[0]]}
+    assert (found["missing_ids"], found["empty_ids"]) == (["nobody"], ["d"])
+    assert found["usage"] == {"tokens": 2, "truncated_inputs": 0}
+    best = await send(stack, "POST", "/articles/rerank", {**body, "top_k": 1, "projection": None})
+    assert [set(hit) for hit in best["hits"]] == [{"id", "score"}]
+    alike = await send(stack, "POST", "/articles/rerank", {"query": {"id": "c"}, "ids": ["a", "c"]})
+    assert [hit["id"] for hit in alike["hits"]] == ["c", "a"]
+    others = await send(stack, "POST", "/articles/search", {"query": {"id": "c"}})
+    assert [hit["id"] for hit in others["hits"]] == [
+        key for key, _ in brute_force(word_matrix(TEXTS["c"])) if key != "c"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"ids": []}, "ids"),
+        ({"ids": None}, "ids"),
+        ({"ids": ["a", 3]}, "ids[1]"),
+        ({"ids": ["a"] * 10_001}, "ids"),
+        ({"top_k": 0}, "top_k"),
+        ({"k": 3}, "k"),
+    ],
+)
+async def test_a_wrong_rerank_names_the_field(stack: Stack, change: dict[str, Any], field: str) -> None:
+    body = {"query": "water", "ids": ["a"], **change}
+    error = await send(stack, "POST", "/articles/rerank", body, status=400)
+    assert error["error"]["field"] == field
+
+
+async def test_explain_names_the_words_that_matched(stack: Stack) -> None:
+    await filled(stack)
+    body = {"query": "river water", "id": "a"}
+    found = await send(stack, "POST", "/articles/explain", body)
+    similarities = word_matrix(body["query"]).astype(float) @ word_matrix(TEXTS["a"]).astype(float).T
+    matched = [
+        (
+            body["query"][one["query_span_start"] : one["query_span_end"]],
+            TEXTS["a"][one["document_span_start"] : one["document_span_end"]],
+        )
+        for one in found["alignments"]
+    ]
+    assert matched == [("river", TEXTS["a"].split()[similarities[0].argmax()]), ("water", "water")]
+    assert found["score"] == pytest.approx(similarities.max(axis=1).sum(), rel=1e-6)
+    assert found["reduction"] == "sum"
+    without = await send(stack, "POST", "/articles/explain", {"query": {"id": "b"}, "id": "a"})
+    assert "query_span_start" not in without["alignments"][0]
+    assert without["alignments"][0]["document_span_end"] > 0
+    gone = await send(stack, "POST", "/articles/explain", {"query": "x", "id": "nobody"}, status=404)
+    assert gone["error"]["reason"] == "DOCUMENT_NOT_FOUND"
+    missing = await send(stack, "POST", "/articles/explain", {"query": "x"}, status=400)
+    assert missing["error"]["field"] == "id"
+    stack.retrieval.spoil = True
+    broken = await send(stack, "POST", "/articles/explain", body, status=500)
+    assert "internal error" in broken["error"]["message"]
+
+
 async def test_versions_travel_as_objects(stack: Stack) -> None:
     before = (await filled(stack))["version"]
     deleted = await send(stack, "POST", "/articles/documents/delete", {"ids": ["c", "nobody"]})
@@ -253,9 +321,15 @@ async def test_replies_are_what_the_document_says(stack: Stack) -> None:
         search = {"query": "water", "projection": projection}
         found = await stack.http.post("/v1/collections/articles/search", json=search)
         schema.SearchReply.model_validate_json(found.content, strict=True)
+        rerank = {"query": "water", "ids": ["a", "z"], "projection": projection}
+        ranked = await stack.http.post("/v1/collections/articles/rerank", json=rerank)
+        schema.RerankStoredReply.model_validate_json(ranked.content, strict=True)
         get = {"ids": ["a"], "projection": projection}
         got = await stack.http.post("/v1/collections/articles/documents/get", json=get)
         schema.GetReply.model_validate_json(got.content, strict=True)
+    for query in ("water", {"id": "a"}):
+        why = await stack.http.post("/v1/collections/articles/explain", json={"query": query, "id": "a"})
+        schema.ExplainReply.model_validate_json(why.content, strict=True)
     counted = await stack.http.post("/v1/collections/articles/documents/count", json={})
     schema.CountReply.model_validate_json(counted.content, strict=True)
     deleted = await stack.http.post("/v1/collections/articles/documents/delete", json={"ids": ["a"]})

@@ -101,11 +101,13 @@ DOCUMENT: list[tuple[Any, str, str]] = [
 ]  # fmt: skip
 
 SEARCH: list[tuple[dict[str, Any], str, str]] = [
-    ({"query": None}, "query", "query: is missing; give a text, or token vectors"),
+    ({"query": None}, "query", "query: is missing; give a text, token vectors"),
     ({"query": 3}, "query", "query: has to be an object, not an integer"),
     ({"query": ""}, "query.text", "query.text has no words"),
-    ({"query": {}}, "query", "query: has to have either `text` or `vectors`"),
-    ({"query": {"text": "a", "vectors": [[1]]}}, "query", "query: has to have either `text` or `vectors`"),
+    ({"query": {}}, "query", "query: has to have one of `text`, `vectors` and"),
+    ({"query": {"text": "a", "vectors": [[1]]}}, "query", "query: has to have one of `text`, `vectors` and"),
+    ({"query": {"text": "a", "id": "a"}}, "query", "query: has to have one of `text`, `vectors` and"),
+    ({"query": {"id": 3}}, "query.id", "query.id: has to be a string"),
     ({"query": {"vectors": [[1, 2], [3]]}}, "query.vectors[1]", "query.vectors[1]: has 1 numbers and"),
     ({"query": {"vectors": [[1, 2]]}}, "query.vectors", "query.vectors: is of 2, not 8"),
     ({"k": 0}, "k", "k: has to be between 1 and 4294967295, not 0"),

@@ -282,8 +282,6 @@ async def test_empty_and_oversized_lists_are_refused(served: Stack, method: str,
     ("method", "request_"),
     [
         ("ListDocuments", pb.ListDocumentsRequest()),
-        ("Rerank", pb.RerankRequest()),
-        ("Explain", pb.ExplainRequest()),
         ("CompactCollection", pb.CompactCollectionRequest()),
         ("TagVersion", pb.TagVersionRequest()),
         ("RestoreVersion", pb.RestoreVersionRequest()),

@@ -1,4 +1,4 @@
-"""Pure parts of `index` and `search`: filters by declared type, counts, texts."""
+"""Pure parts of `index`, `search` and `explain`: filters by declared type, counts, texts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from google.protobuf.struct_pb2 import Value
 from phasemesh.cli.banner import token_model
 from phasemesh.cli.collection_commands import Indexed, retrieval_target, snippet
 from phasemesh.cli.collection_values import declared_fields, filter_of
+from phasemesh.cli.explain_command import rows
 from phasemesh.config.settings import SettingsError, load_settings
 from phasemesh.v1 import common_pb2 as common
 from phasemesh.v1 import encoder_pb2
@@ -101,3 +102,28 @@ def test_a_late_interaction_model_is_preferred() -> None:
     assert token_model([dense]) is None
     assert token_model([dense, both]) is both
     assert token_model([dense, both, late]) is late
+
+
+def test_matched_words_are_shown_with_what_stands_around_them() -> None:
+    query, text = "boils water", "so the\nwäter boils at last"
+    begin = text.index("boils")
+    reply = pb.ExplainResponse(
+        alignments=[
+            pb.TokenAlignment(
+                query_token=0, query_span_start=0, query_span_end=0, document_token=0,
+                document_span_start=0, document_span_end=0, similarity=0.1,
+            ),
+            pb.TokenAlignment(
+                query_token=1, query_span_start=0, query_span_end=5, document_token=4,
+                document_span_start=begin, document_span_end=begin + 5, similarity=0.9,
+            ),
+            pb.TokenAlignment(query_token=2, document_token=7, similarity=-0.5),
+        ]
+    )  # fmt: skip
+    shown = rows(reply, query, text)
+    assert [(row["query"], row["document"]) for row in shown] == [
+        ("[0]", "[0]"),
+        ("boils", "boils"),
+        ("[2]", "[7]"),
+    ]
+    assert (shown[1]["before"], shown[1]["after"]) == ("so the wäter ", " at last")

@@ -117,6 +117,22 @@ NATIVE: list[tuple[type[BaseModel], Callable[[dict[str, Any]], object], dict[str
         },
     ),
     (
+        schema.RerankStoredRequest,
+        lambda body: read.read_rerank(body, "c"),
+        {
+            "query": st.just("q") | st.fixed_dictionaries({"id": st.just("a") | SCALARS}),
+            "ids": st.lists(st.just("a") | SCALARS, max_size=2),
+            "top_k": st.integers(-1, 3),
+            "projection": PROJECTION,
+            "version": READ,
+        },
+    ),
+    (
+        schema.ExplainRequest,
+        lambda body: read.read_explain(body, "c"),
+        {"query": st.just("q"), "id": st.just("a") | SCALARS, "version": READ, "ids": ANY},
+    ),
+    (
         schema.CollectionSpec,
         read.read_create,
         {

@@ -124,6 +124,7 @@ void score_all(const Query& query, const Documents& vectors, const PreparedQueri
     const auto reach = Scan<Element>::reach(code);
     if (!keep) throw ArgumentError("isa: the level keeps no similarities");
     const std::size_t dim = vectors.dim, real = query.tokens, columns = queries.panel.groups * kGroup;
+    const std::size_t vector_bytes = code_bytes(vectors.codec, dim);
     const std::size_t scan_bytes = code_bytes(scanned.codec, dim), row_bytes = dim * pack_bytes(engine.pack);
     const std::int64_t results = selection.results();
     const auto piece_tokens = static_cast<std::int64_t>(
@@ -134,7 +135,10 @@ void score_all(const Query& query, const Documents& vectors, const PreparedQueri
 
     std::vector<double> wide_query(query.data, query.data + real * dim), wide(dim), exact(real);
     std::vector<Element> best(columns), floors(columns, Scan<Element>::kNever);
-    std::vector<std::int32_t> near(columns);
+    // Near vectors of a piece: their tokens, and for each the query's tokens that it is near for.
+    std::vector<std::int64_t> near_token(static_cast<std::size_t>(piece_tokens));
+    std::vector<std::size_t> near_stop(static_cast<std::size_t>(piece_tokens));
+    std::vector<std::int32_t> near(static_cast<std::size_t>(piece_tokens) * real);
     const Aligned kept(static_cast<std::size_t>(piece_tokens) * columns * sizeof(Element));
     const Aligned rows(engine.stage ? static_cast<std::size_t>(piece_tokens) * row_bytes : 0);
     if (options.checkpoint) options.checkpoint();
@@ -173,18 +177,30 @@ void score_all(const Query& query, const Documents& vectors, const PreparedQueri
                                      bounds.spread[real + c] * bounds.reach[results + i];
                 floors[c] = floor_of(best[c], bound / unit);
             }
+            std::size_t tokens = 0, found = 0;
             for (std::int64_t t = 0; t < piece.tokens; ++t) {
                 const Element* similarities = kept.as<Element>() + static_cast<std::size_t>(t) * columns;
-                std::size_t found = 0;
+                const std::size_t known = found;
                 for (std::size_t first = 0; first < columns; first += kGroup) {
                     std::uint32_t mask = reach(similarities + first, floors.data() + first);
                     for (; mask; mask &= mask - 1) {
                         near[found++] = static_cast<std::int32_t>(first) + __builtin_ctz(mask);
                     }
                 }
-                if (found == 0) continue;
-                code.widen(vectors.codes + static_cast<std::size_t>(token + t) * 2 * dim, dim, wide.data());
-                code.raise(wide.data(), wide_query.data(), dim, near.data(), found, exact.data());
+                if (found == known) continue;
+                near_token[tokens] = token + t;
+                near_stop[tokens++] = found;
+                // Vectors lie far from their codes: all are asked for before the first is waited for.
+                const std::uint8_t* vector = vectors.codes + static_cast<std::size_t>(token + t) * vector_bytes;
+                for (std::size_t byte = 0; byte < vector_bytes; byte += 64) {
+                    __builtin_prefetch(vector + byte, 0, 3);
+                }
+            }
+            for (std::size_t n = 0; n < tokens; ++n) {
+                const std::size_t first = n ? near_stop[n - 1] : 0;
+                code.widen(vectors.codes + static_cast<std::size_t>(near_token[n]) * vector_bytes, dim, wide.data());
+                code.raise(wide.data(), wide_query.data(), dim, near.data() + first, near_stop[n] - first,
+                           exact.data());
             }
             done += piece.tokens * static_cast<std::int64_t>(columns * dim);
             if (done < kTickProducts) continue;

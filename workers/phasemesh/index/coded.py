@@ -158,7 +158,7 @@ def similarity_bound(
         errors: Upper bound of the distance of each row's vectors and their codes, float32 [rows].
 
     Returns:
-        `spread` and `reach`, float64 [2, q] and [2, rows], with the bound
+        `spread`, float64 [2, q], and `reach`, float64 [2, rows]; the bound is
         spread[0, j] · reach[0, i] + spread[1, j] · reach[1, i].
     """
     kernels: Any = native.KERNELS

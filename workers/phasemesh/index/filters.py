@@ -180,6 +180,9 @@ def _leaf(
         case Equals(_, value):
             return _true(pc.equal(column, _scalar(value, data_type)))
         case In(_, values):
+            if field_type is FieldType.DOUBLE:
+                # Sets are looked up by hash, in which -0.0 isn't 0.0.
+                column, values = pc.add(column, 0.0), tuple(value + 0.0 for value in values)  # type: ignore[operator]
             return _true(pc.is_in(column, value_set=pa.array([_plain(one) for one in values], data_type)))
         case Prefix(_, prefix):
             return _true(pc.starts_with(column, pattern=prefix))

@@ -303,12 +303,7 @@ def leaf_score(
     """
     segment = source.segment
     wanted = np.asarray(rows, np.int64)
-    if len(wanted) and (wanted.min() < 0 or wanted.max() >= segment.rows):
-        raise ValueError(
-            f"rows: {wanted.min()} to {wanted.max()} asked for, but fragment {source.fragment_id} has "
-            f"{segment.rows} rows"
-        )
-    exact = _score_rows(segment, query, wanted, reduction is Reduction.MEAN, checkpoint)
+    exact = score_rows(source, wanted, query, reduction, checkpoint=checkpoint)
     results = []
     for row, score in zip(wanted.tolist(), exact.tolist(), strict=True):
         name = segment.row_id(row)
@@ -322,6 +317,38 @@ def leaf_score(
         else:
             results.append(RowScore(source.fragment_id, row, name, RowState.OK, score))
     return results
+
+
+def score_rows(
+    source: LeafSource,
+    rows: npt.NDArray[np.int64],
+    query: npt.NDArray[np.float32],
+    reduction: Reduction,
+    *,
+    checkpoint: Callable[[], None] | None = None,
+) -> npt.NDArray[np.float64]:
+    """Exact scores of given rows, whether they may be seen or not, as `leaf_score` has them.
+
+    Args:
+        source: The fragment.
+        rows: Physical rows, int64 [m], in any order, repeats allowed.
+        query: Query token vectors, float32 [q, d], q ≥ 1, finite.
+        reduction: How the query tokens' best similarities are combined.
+        checkpoint: Called between blocks of work; what it raises ends the scoring.
+
+    Returns:
+        float64 [m]; -inf for rows without token vectors.
+
+    Raises:
+        ValueError: A row doesn't exist, or the query can't be scored with.
+    """
+    segment = source.segment
+    if len(rows) and (rows.min() < 0 or rows.max() >= segment.rows):
+        raise ValueError(
+            f"rows: {rows.min()} to {rows.max()} asked for, but fragment {source.fragment_id} has "
+            f"{segment.rows} rows"
+        )
+    return _score_rows(segment, query, rows, reduction is Reduction.MEAN, checkpoint)
 
 
 def _align(

@@ -127,6 +127,12 @@ class Segment:
         """A row's document id."""
         return self.ids[self.id_offsets[row] : self.id_offsets[row + 1]].tobytes().decode()
 
+    def row_ids(self, rows: npt.NDArray[np.int64]) -> list[str]:
+        """Document ids of rows, [m]."""
+        blob = memoryview(self.ids)
+        begins, stops = self.id_offsets[rows].tolist(), self.id_offsets[rows + 1].tolist()
+        return [str(blob[begin:stop], "utf-8") for begin, stop in zip(begins, stops, strict=True)]
+
     def row_tokens(self, row: int) -> npt.NDArray[np.float16]:
         """A row's token vectors, all chunks one after another, float16 [t, d]."""
         begin, stop = self.range_offsets[self.row_ranges[row]], self.range_offsets[self.row_ranges[row + 1]]

@@ -44,9 +44,9 @@ def exact_maxsim(
     """Score documents of float16 vectors exactly, on the calling thread.
 
     A dot product adds its products, which are exact in binary64, in eight lanes, lane l those of elements l,
-    l + 8, ..., in ascending order and from 0; then lane l and l + 4, of those l and l + 2, and the last two.
-    The maxima of the query's tokens are added in the same way. Scores are therefore the same bits whatever
-    the machine, the instruction set, the bounds, or what else is scored.
+    l + 8, ..., in ascending order and from 0; then lanes l and l + 4, of those l and l + 2, and the last two.
+    The maxima of the query's tokens are added in the same way. So scores are the same bits whatever the
+    machine, the instruction set, the bounds, or what else is scored.
 
     A scan, of the vectors in binary32 or of their int8 codes, finds the vectors that may be a maximum; the
     caller bounds its error. A bound that is too small makes wrong scores; one that is too large, slow ones.

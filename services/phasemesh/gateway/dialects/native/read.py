@@ -24,6 +24,8 @@ from phasemesh.v1 import retrieval_pb2 as pb
 
 #: Hits of a search that doesn't say how many it wants.
 DEFAULT_K = 10
+#: Most ids of one rerank; the contract's limit.
+MAX_RERANK_IDS = 10_000
 _MAX_UINT64 = 2**64 - 1
 
 _SPEC = (
@@ -37,6 +39,8 @@ _SEARCH = (
     "query", "k", "filter", "projection", "version", "candidates", "candidate_limit", "allow_partial",
     "truncation", "dense_vector",
 )  # fmt: skip
+
+_QUERY_FORMS = "a text, token vectors, or the id of a stored document"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ def read_count(body: Mapping[str, Any], collection: str) -> pb.CountDocumentsReq
 def read_search(body: Mapping[str, Any], collection: str) -> pb.SearchRequest:
     """A body of `POST /v1/collections/{name}/search`."""
     given = JsonObject.of(body, "", *_SEARCH)
-    query = _query(given.required("query", "a text, or token vectors"))
+    query = _query(given.required("query", _QUERY_FORMS))
     k = given.integer("k", least=1)
     dense = given.get("dense_vector")
     return pb.SearchRequest(
@@ -210,16 +214,45 @@ def read_search(body: Mapping[str, Any], collection: str) -> pb.SearchRequest:
     )
 
 
+def read_rerank(body: Mapping[str, Any], collection: str) -> pb.RerankRequest:
+    """A body of `POST /v1/collections/{name}/rerank`."""
+    given = JsonObject.of(body, "", "query", "ids", "top_k", "projection", "version", "truncation")
+    query = _query(given.required("query", _QUERY_FORMS))
+    given.required("ids", "ids of documents")
+    return pb.RerankRequest(
+        collection=collection,
+        query=query,
+        ids=_limited(given.texts("ids"), "ids", "id", MAX_RERANK_IDS),
+        top_k=given.integer("top_k", least=1),
+        projection=_projection(given),
+        version=_read_version(given),
+        truncation=_truncation(given),
+    )
+
+
+def read_explain(body: Mapping[str, Any], collection: str) -> pb.ExplainRequest:
+    """A body of `POST /v1/collections/{name}/explain`."""
+    given = JsonObject.of(body, "", "query", "id", "version", "truncation")
+    return pb.ExplainRequest(
+        collection=collection,
+        query=_query(given.required("query", _QUERY_FORMS)),
+        id=given.required_text("id", "the id of a document"),
+        version=_read_version(given),
+        truncation=_truncation(given),
+    )
+
+
 def _query(value: Any) -> pb.Query:
     if isinstance(value, str):
         return pb.Query(text=value)
-    given = JsonObject.of(value, "query", "text", "vectors")
-    text, vectors = given.get("text"), given.get("vectors")
-    if (text is None) == (vectors is None):
-        raise invalid("query", "has to have either `text` or `vectors`")
-    if vectors is None:
-        return pb.Query(text=given.text("text"))
-    return pb.Query(vectors=read_matrix(vectors, "query.vectors"))
+    given = JsonObject.of(value, "query", "text", "vectors", "id")
+    if sum(given.get(key) is not None for key in ("text", "vectors", "id")) != 1:
+        raise invalid("query", "has to have one of `text`, `vectors` and `id`")
+    if (vectors := given.get("vectors")) is not None:
+        return pb.Query(vectors=read_matrix(vectors, "query.vectors"))
+    if given.get("id") is not None:
+        return pb.Query(id=given.text("id"))
+    return pb.Query(text=given.text("text"))
 
 
 def _filter(parent: JsonObject) -> pb.Filter | None:

@@ -115,15 +115,7 @@ def count_body(reply: pb.CountDocumentsResponse) -> bytes:
 
 def search_body(reply: pb.SearchResponse, *, packed: bool) -> bytes:
     """Hits, best first."""
-    hits = []
-    for hit in reply.hits:
-        if not math.isfinite(hit.score):
-            # JSON has no NaN: it would become null and break clients far from the cause.
-            raise broken_reply("the retrieval service", "a score is not finite")
-        found: dict[str, object] = {"id": hit.id, "score": np.float32(hit.score)}
-        if hit.HasField("document"):
-            found["document"] = _document(hit.document, packed=packed)
-        hits.append(found)
+    hits = [_hit(hit, packed=packed) for hit in reply.hits]
     covered = reply.coverage
     return _dumps(
         {
@@ -141,6 +133,59 @@ def search_body(reply: pb.SearchResponse, *, packed: bool) -> bytes:
             "timings": _timings(reply.timings),
         }
     )
+
+
+def rerank_body(reply: pb.RerankResponse, *, packed: bool) -> bytes:
+    """Hits, best first, and what has no score."""
+    return _dumps(
+        {
+            "hits": [_hit(hit, packed=packed) for hit in reply.hits],
+            "missing_ids": list(reply.missing_ids),
+            "empty_ids": list(reply.empty_ids),
+            "version": _version(reply.version),
+            "usage": _usage(reply.usage),
+            "timings": _timings(reply.timings),
+        }
+    )
+
+
+def explain_body(reply: pb.ExplainResponse) -> bytes:
+    """A score, and what each of the query's tokens matched; spans only where there are some."""
+    alignments = []
+    for one in reply.alignments:
+        shown: dict[str, object] = {"query_token": one.query_token, "document_token": one.document_token}
+        if one.HasField("query_span_start"):
+            shown |= {"query_span_start": one.query_span_start, "query_span_end": one.query_span_end}
+        if one.HasField("document_span_start"):
+            shown |= {
+                "document_span_start": one.document_span_start,
+                "document_span_end": one.document_span_end,
+            }
+        alignments.append({**shown, "similarity": _finite(one.similarity)})
+    return _dumps(
+        {
+            "score": _finite(reply.score),
+            "reduction": enum_name(pb.MaxSimReduction, "MAX_SIM_REDUCTION_", reply.reduction),
+            "alignments": alignments,
+            "version": _version(reply.version),
+            "usage": _usage(reply.usage),
+            "timings": _timings(reply.timings),
+        }
+    )
+
+
+def _hit(hit: pb.Hit, *, packed: bool) -> dict[str, object]:
+    found: dict[str, object] = {"id": hit.id, "score": _finite(hit.score)}
+    if hit.HasField("document"):
+        found["document"] = _document(hit.document, packed=packed)
+    return found
+
+
+def _finite(score: float) -> np.float32:
+    if not math.isfinite(score):
+        # JSON has no NaN: it would become null and break clients far from the cause.
+        raise broken_reply("the retrieval service", "a score is not finite")
+    return np.float32(score)
 
 
 def error_object(error: PhasemeshError) -> dict[str, object]:

@@ -124,6 +124,11 @@ def _table(settings: GatewaySettings) -> tuple[Route, ...]:
         packed = read.wants_packed(body)
         return Call(request, lambda reply: render.search_body(reply, packed=packed), items=1)
 
+    def rerank(body: Mapping[str, Any], name: str, query: Mapping[str, str]) -> Call:
+        request = read.read_rerank(body, name)
+        packed = read.wants_packed(body)
+        return Call(request, lambda reply: render.rerank_body(reply, packed=packed), items=len(request.ids))
+
     def delete(body: Mapping[str, Any], name: str, query: Mapping[str, str]) -> Call:
         request = read.read_delete(body, name, max_ids=most)
         return Call(request, render.delete_body, items=len(request.ids))
@@ -182,8 +187,22 @@ def _table(settings: GatewaySettings) -> tuple[Route, ...]:
             "POST", "/{name}/search", "Search", pb.SearchResponse, search,
             schema.SearchReply,
             ("Search", "Late interaction: for every query token the best similarity with a document's "
-             "tokens, added up. `query` is a text, or `{\"vectors\": …}`."),
+             "tokens, added up. `query` is a text, `{\"vectors\": …}` or `{\"id\": …}`."),
             body=schema.SearchRequest,
+        ),
+        Route(
+            "POST", "/{name}/rerank", "Rerank", pb.RerankResponse, rerank, schema.RerankStoredReply,
+            ("Rerank stored documents", "Scores of documents that are named by id, equal to those of a "
+             "search; ids that are missing or have nothing to score are named, never dropped."),
+            body=schema.RerankStoredRequest,
+        ),
+        Route(
+            "POST", "/{name}/explain", "Explain", pb.ExplainResponse,
+            lambda body, name, query: Call(read.read_explain(body, name), render.explain_body, items=1),
+            schema.ExplainReply,
+            ("Explain a score", "For every query token the document token that it matched best, their "
+             "similarity, and where both stand in their texts."),
+            body=schema.ExplainRequest,
         ),
     )  # fmt: skip
 
@@ -215,7 +234,7 @@ def routes(retrieval: Retrieval, settings: GatewaySettings) -> APIRouter:
 #: Documented bodies.
 BODIES = (
     schema.CollectionSpec, schema.UpsertRequest, schema.DeleteRequest, schema.GetRequest,
-    schema.CountRequest, schema.SearchRequest,
+    schema.CountRequest, schema.SearchRequest, schema.RerankStoredRequest, schema.ExplainRequest,
 )  # fmt: skip
 
 

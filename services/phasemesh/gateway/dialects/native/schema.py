@@ -198,10 +198,13 @@ class CountRequest(_Body):
 
 
 class Query(_Body):
-    """A query as an object: exactly one of the two."""
+    """A query as an object: exactly one of the three."""
 
     text: str | None = None
     vectors: Annotated[list[Row], Field(min_length=1)] | PackedTensor | None = None
+    id: str | None = Field(
+        None, description="A stored document whose token vectors are the query; a search leaves it out."
+    )
 
 
 class SearchRequest(_Body):
@@ -219,6 +222,26 @@ class SearchRequest(_Body):
     )
     truncation: Truncation | None = None
     dense_vector: Row | PackedTensor | None = None
+
+
+class RerankStoredRequest(_Body):
+    """Documents to score, by id."""
+
+    query: str | Query = Field(examples=["When does water boil?"])
+    ids: list[str] = Field(min_length=1, max_length=10_000)
+    top_k: Positive | None = Field(None, description="Hits wanted; default all.")
+    projection: Projection | None = Field(None, description="Default: the id alone.")
+    version: ReadVersion | None = None
+    truncation: Truncation | None = None
+
+
+class ExplainRequest(_Body):
+    """What to explain."""
+
+    query: str | Query = Field(examples=["When does water boil?"])
+    id: str = Field(description="Of the document.")
+    version: ReadVersion | None = None
+    truncation: Truncation | None = None
 
 
 class Empty(_Body):
@@ -380,5 +403,39 @@ class SearchReply(_Body):
     hits: list[Hit]
     version: Version
     coverage: Coverage
+    usage: Usage
+    timings: Timings
+
+
+class RerankStoredReply(_Body):
+    """Best first; equal scores by id. Every id is answered as often as it was named."""
+
+    hits: list[Hit]
+    missing_ids: list[str] = Field(description="Not in this version.")
+    empty_ids: list[str] = Field(description="Without token vectors, so without a score.")
+    version: Version
+    usage: Usage
+    timings: Timings
+
+
+class Alignment(_Body):
+    """The document token that one query token matched best."""
+
+    query_token: int
+    query_span_start: int | None = Field(None, description="Where the query was a text.")
+    query_span_end: int | None = None
+    document_token: int
+    document_span_start: int | None = Field(None, description="Where spans are stored.")
+    document_span_end: int | None = None
+    similarity: float
+
+
+class ExplainReply(_Body):
+    """Why a document scores as it does."""
+
+    score: float
+    reduction: Literal["sum", "mean"] = Field(description="Of the similarities, to the score.")
+    alignments: list[Alignment]
+    version: Version
     usage: Usage
     timings: Timings
