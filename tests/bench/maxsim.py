@@ -220,6 +220,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             part = whole.head(min(largest, 10_000))
             slower = medians({isa: partial(part.scan, [query], 2, isa) for isa in lower}, rounds)
             result["forced_tokens_per_s"] = {isa: round(part.tokens / took) for isa, took in slower.items()}
+    # The other limit: products that the multipliers could do in the same time.
+    result["multiply_products_per_s"] = {
+        str(threads): round(kernels.multiply_rate(threads=threads, repeats=rounds)) for threads in (1, 2)
+    }
+    result["fraction_of_multiply_rate"] = {
+        f"int8 {threads}": round(
+            speed(result, "int8", largest, threads)
+            * DIM
+            * QUERY_TOKENS
+            / max(1, result["multiply_products_per_s"][str(threads)]),
+            3,
+        )
+        for threads in (1, 2)
+    }
     result["read_gb_per_s"] = {name: round(value / 1e9, 2) for name, value in read.items()}
     result["fraction_of_read_bandwidth"] = {
         f"{codec} {threads}": round(

@@ -49,7 +49,7 @@ from phasemesh.v1 import scorer_pb2 as pb
 from phasemesh.v1.scorer_pb2_grpc import ScorerServiceStub, add_ScorerServiceServicer_to_server
 
 SERVICE = "phasemesh.v1.ScorerService"
-DIM = 8
+DIM = 16
 FLOAT32 = common.VECTOR_ENCODING_FLOAT32
 FLOAT16 = common.VECTOR_ENCODING_FLOAT16
 
@@ -632,7 +632,7 @@ async def test_rows_that_are_not_there_are_named_and_spare_the_others(tmp_path: 
     )
     async with serving(tmp_path, tmp_path / "cache") as own:
         reply = await own("LeafScore", request)
-    assert [(one.id, one.score) for one in reply.scores] == [("a", 24.0), ("c", 24.0)]
+    assert [(one.id, one.score) for one in reply.scores] == [("a", 3.0 * DIM), ("c", 3.0 * DIM)]
     reasons = {failure.fragment_id: failure.error for failure in reply.failures}
     assert reasons[fragment].reason == "ROW_NOT_FOUND"
     assert f"1, 3, {2**64 - 1}" in reasons[fragment].message
@@ -686,13 +686,13 @@ async def test_a_bad_document_fails_alone(served: Served) -> None:
         for one in reply.scores
     ]
     assert found == [
-        24.0,
+        3.0 * DIM,
         ("NOT_FINITE", "documents[1]", 3),
         0.0,
         ("NOT_FINITE", "documents[3]", 3),
         ("ZERO_VECTOR", "documents[4]", 3),
         ("VALUE_TOO_LARGE", "documents[5]", 3),
-        48.0,
+        6.0 * DIM,
     ]
     assert not reply.scores[2].HasField("score")
     assert "token vector 1" in reply.scores[1].error.message
@@ -744,7 +744,8 @@ async def test_warmed_fragments_are_resident_and_counted(tmp_path: Path) -> None
         assert load.resident_segments == 2
         assert (load.kernel, load.kernel_warning) == (kernel_name(), slow_kernel())
         tokens = sum(map(len, collection.documents.values()))
-        assert load.resident_bytes > tokens * DIM * 2
+        # The codes, or the vectors where there are none, and little beside them.
+        assert tokens * DIM < load.resident_bytes < load.cached_bytes
         assert load.cached_bytes == sum(
             path.stat().st_size for path in (tmp_path / "cache").glob("*.safetensors")
         )
@@ -878,6 +879,33 @@ async def test_work_beyond_the_limit_is_refused_and_the_service_still_answers(
         assert (await own("GetLoad", pb.GetLoadRequest())).queued_scan_work == 0
 
 
+async def test_searches_that_waited_share_a_scan_and_answer_as_alone(
+    corpus: Corpus, tmp_path: Path, held: Held
+) -> None:
+    rng = np.random.default_rng(3)
+    queries = [rng.normal(size=(1 + n, DIM)).astype(np.float32) for n in range(5)]
+    async with serving(corpus.collection.root, tmp_path / "cache", threads=1) as own:
+        first = asyncio.create_task(
+            own("LeafSearch", corpus.collection.request(corpus.version, corpus.query))
+        )
+        await until(lambda: held.scans == 1)
+        tasks = [
+            asyncio.create_task(own("LeafSearch", corpus.collection.request(corpus.version, query, 1 + n)))
+            for n, query in enumerate(queries)
+        ]
+        tokens = sum(map(len, corpus.collection.documents.values()))
+        while (await own("GetLoad", pb.GetLoadRequest())).queued_scan_work != tokens * len(queries):
+            await asyncio.sleep(0.005)
+        held.go.set()
+        await first
+        replies = await asyncio.gather(*tasks)
+        assert own.value("phasemesh_shared_searches_total") == len(queries)
+        for n, (query, reply) in enumerate(zip(queries, replies, strict=True)):
+            assert_ranked(reply.hits, brute_force(query, corpus.collection.documents), 1 + n)
+            alone = await own("LeafSearch", corpus.collection.request(corpus.version, query, 1 + n))
+            assert list(alone.hits) == list(reply.hits)
+
+
 async def test_a_cancelled_search_is_dropped_before_it_begins(
     corpus: Corpus, tmp_path: Path, held: Held
 ) -> None:
@@ -960,6 +988,7 @@ async def test_every_series_is_there_at_zero_from_the_start(tmp_path: Path) -> N
         "phasemesh_scorer_queued_scan_work", "phasemesh_scorer_running_searches", "phasemesh_scanned_tokens_total",
         "phasemesh_scanned_documents_total", "phasemesh_segment_resident_bytes", "phasemesh_segment_cached_bytes",
         "phasemesh_segment_derivations_total", "phasemesh_segment_evictions_total", "phasemesh_resident_segments",
+        "phasemesh_shared_searches_total",
     ):  # fmt: skip
         assert value(name) == 0, name
     for tier in ("memory", "disk"):

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from phasemesh.cli.banner import token_model
 from phasemesh.cli.client_commands import JsonOption, KeyOption, TimeoutOption, encoder_target, timing_line
-from phasemesh.cli.collection_values import declared_fields, equality_filter
+from phasemesh.cli.collection_values import declared_fields, filter_of
 from phasemesh.cli.corpus import PATH_FIELD, SourceDocument, batches, corpus_files, read_documents
 from phasemesh.cli.options import ConfigOption, RuntimeDirOption, settings_from
 from phasemesh.cli.report import read_report
@@ -257,7 +257,7 @@ def search(
     filter_: Annotated[
         str | None,
         typer.Option(
-            "--filter", metavar="FIELD=VALUE", help="Only documents whose field has this value.",
+            "--filter", metavar="FIELD=VALUE", help="Only documents whose field has this value; or JSON.",
             show_default=False,
         ),
     ] = None,
@@ -275,6 +275,8 @@ def search(
       phasemesh search "How do I drain a worker?"
 
       phasemesh search "retry" --collection notes --k 3 --filter path=operations.md --json
+
+      phasemesh search "retry" --filter '{"prefix": {"field": "path", "prefix": "docs/"}}'
     """
     settings = settings_from(config, runtime_dir=runtime_dir)
     address = retrieval_target(settings, target)
@@ -320,7 +322,7 @@ async def _search(
                 client, target, "GetCollection", pb.GetCollectionRequest(collection=collection),
                 pb.GetCollectionResponse, timeout_s,
             )  # fmt: skip
-            condition = equality_filter(filter_, found.collection.spec.fields)
+            condition = filter_of(filter_, found.collection.spec.fields)
         request = pb.SearchRequest(
             collection=collection,
             query=pb.Query(text=query),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,25 +10,38 @@ from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.struct_pb2 import Struct, Value
 
 from phasemesh.config.settings import SettingsError
+from phasemesh.errors import InvalidArgument
+from phasemesh.gateway.dialects.native.filters import read_filter
 from phasemesh.v1 import retrieval_pb2 as pb
 
 _TRUTH = {"true": True, "false": False}
 
 
-def equality_filter(text: str, declared: Iterable[pb.FieldDeclaration]) -> pb.Filter:
-    """The condition that `field=value` states.
+def filter_of(text: str, declared: Iterable[pb.FieldDeclaration]) -> pb.Filter:
+    """The condition that `field=value` states, or a filter in JSON.
 
     Raises:
         SettingsError: it has another shape, the field isn't declared, or the value isn't of its type.
     """
+    if text.lstrip().startswith("{"):
+        return _json_filter(text)
     name, separator, value = text.partition("=")
     types = {declaration.name: declaration.type for declaration in declared}
     if not separator or not name:
-        raise SettingsError(f"--filter {text}: has to be FIELD=VALUE")
+        raise SettingsError(f"--filter {text}: has to be FIELD=VALUE, or a filter in JSON")
     if name not in types:
         known = ", ".join(types) or "none"
         raise SettingsError(f"--filter {text}: the collection has no field {name!r}; declared are {known}")
     return pb.Filter(equals=pb.FieldEquals(field=name, value=_value(text, value, types[name])))
+
+
+def _json_filter(text: str) -> pb.Filter:
+    try:
+        return read_filter(json.loads(text))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise SettingsError(f"--filter: isn't JSON: {error}") from None
+    except InvalidArgument as error:
+        raise SettingsError(f"--{error.message}") from None
 
 
 def _value(option: str, text: str, kind: int) -> Value:

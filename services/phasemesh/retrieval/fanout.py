@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +42,11 @@ _LAST_SHARE = 0.95
 #: A scorer that takes longer than this and misses its deadline counts as failed, seconds.
 _HUNG_S = 1.0
 _RETRY_AFTER_S = 1.0
+#: Reasons of a peer that isn't there, or soon won't be.
+_UNREACHABLE = ("PEER_UNREACHABLE", "DRAINING")
+#: While no scorer at all can be reached for a fragment, all of them are asked again after each of these
+#: seconds: one that was started again listens before our channel knows, which tries every 2 s at the least.
+_PATIENCE_S = (0.1, 0.2, 0.4, 0.8, 1.0)
 
 _log = logging.getLogger(__name__)
 
@@ -90,11 +95,19 @@ class FanOut:
     Args:
         client: for the calls.
         now_s: monotonic seconds.
+        sleep: waits that many seconds.
     """
 
-    def __init__(self, client: RpcClient, *, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        client: RpcClient,
+        *,
+        now_s: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._client = client
         self._now_s = now_s
+        self._sleep = sleep
         self._suspect_until_s: dict[str, float] = {}
         self._in_flight: Counter[str] = Counter()
 
@@ -131,6 +144,7 @@ class FanOut:
         ways = {fragment.fragment_id: _Way(fragment, self._order(fragment)) for fragment in plan}
         running: dict[asyncio.Task[_Answer | PhasemeshError], tuple[str, list[_Way]]] = {}
         slowest: _Answer | None = None
+        pauses = iter(_PATIENCE_S)
 
         def launch(wanted: Iterable[_Way]) -> None:
             for scorer, theirs in _by_scorer(wanted).items():
@@ -158,6 +172,8 @@ class FanOut:
                         else:
                             lost[fragment_id] = fault
                 launch(again)
+                if not running and any(_unreachable(fault) for fault in lost.values()):
+                    launch(await self._once_more(request, ways, lost, next(pauses, None)))
         finally:
             for task in running:
                 task.cancel()
@@ -167,6 +183,23 @@ class FanOut:
             # Scorers work side by side; the one that was waited for says where the time went.
             request.note_reply(slowest.reply.timings, slowest.start_ns, slowest.end_ns)
         return lost
+
+    async def _once_more(
+        self,
+        request: Request,
+        ways: Mapping[int, _Way],
+        lost: dict[int, PhasemeshError],
+        pause_s: float | None,
+    ) -> list[_Way]:
+        """Ways of lost fragments that no scorer could be reached for, after a pause; none without time."""
+        if pause_s is None or request.remaining_s() * _ATTEMPT_SHARE < pause_s:
+            return []
+        await self._sleep(pause_s)
+        again = [fragment_id for fragment_id, fault in lost.items() if _unreachable(fault)]
+        for fragment_id in again:
+            del lost[fragment_id]
+            ways[fragment_id].left = self._order(ways[fragment_id].fragment)
+        return [ways[fragment_id] for fragment_id in again]
 
     def _order(self, fragment: PlannedFragment) -> list[str]:
         placed, others = fragment.scorers[: fragment.replicas], fragment.scorers[fragment.replicas :]
@@ -245,6 +278,11 @@ def _next(way: _Way, fault: PhasemeshError) -> bool:
         # Replicas have the segment too. The others would first have to load it, which spreads an overload.
         return way.tried < way.fragment.replicas
     return isinstance(fault, Unavailable | DeadlineExceeded | Internal)
+
+
+def _unreachable(fault: PhasemeshError) -> bool:
+    """Whether nothing was there to answer, which may be over in a moment."""
+    return isinstance(fault, Unavailable) and fault.reason in _UNREACHABLE
 
 
 def _take(call: LeafCall, reply: Any, ways: Sequence[_Way], scorer: str) -> dict[int, PhasemeshError]:

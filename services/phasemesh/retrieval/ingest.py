@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from phasemesh.errors import InvalidArgument, PhasemeshError, Unimplemented
+from phasemesh.errors import InvalidArgument, PhasemeshError
 from phasemesh.index.errors import InvalidDocument
 from phasemesh.index.spec import Version
 from phasemesh.retrieval.documents import Draft, draft_from_wire
 from phasemesh.retrieval.encoding import EncodedText, TextEncoder
 from phasemesh.retrieval.faults import mapped
+from phasemesh.retrieval.filters import filter_from_wire
 from phasemesh.retrieval.handles import Collections, Opened, version_to_wire
 from phasemesh.retrieval.vectors import conditioned
 from phasemesh.retrieval.work import Request
@@ -72,10 +73,13 @@ class Ingest:
                 raise InvalidArgument(
                     "ids and filter are both given; give one", reason="AMBIGUOUS_SELECTION", field="filter"
                 )
-            raise Unimplemented("deleting by filter comes with a later release; give ids", field="filter")
-        check_count(len(wire.ids), self._max_documents, "ids")
-        with request.clock.phase(names.PHASE_COMMIT):
-            deleted = await self._collections.commit(lambda: opened.store.delete(list(wire.ids)))
+            condition = filter_from_wire(wire.filter, opened.spec)
+            with request.clock.phase(names.PHASE_COMMIT):
+                deleted = await self._collections.commit(lambda: opened.store.delete_where(condition))
+        else:
+            check_count(len(wire.ids), self._max_documents, "ids")
+            with request.clock.phase(names.PHASE_COMMIT):
+                deleted = await self._collections.commit(lambda: opened.store.delete(list(wire.ids)))
         return pb.DeleteDocumentsResponse(
             version=version_to_wire(deleted.version), deleted=deleted.deleted, missing_ids=deleted.missing
         )

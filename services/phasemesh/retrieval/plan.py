@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phasemesh.index.filters import Condition
 from phasemesh.index.reading import RowMask
-from phasemesh.index.spec import CollectionSpec, FieldValue, FragmentRef, Version
+from phasemesh.index.spec import CollectionSpec, FragmentRef, Version
 from phasemesh.index.store import CollectionStore
 from phasemesh.retrieval.placement import PlacedSegment, place, rendezvous_order
 
@@ -40,7 +41,7 @@ class PlannedFragment:
 def plan_search(
     store: CollectionStore,
     version: Version,
-    equals: dict[str, FieldValue] | None,
+    condition: Condition | None,
     scorers: Sequence[str],
     replicas: int,
 ) -> list[PlannedFragment]:
@@ -49,7 +50,7 @@ def plan_search(
     Args:
         store: of the collection.
         version: exact.
-        equals: the filter; None for none.
+        condition: the filter; None for none.
         scorers: names of all of them.
         replicas: scorers that each fragment is placed on.
 
@@ -58,7 +59,7 @@ def plan_search(
     """
     fragments = store.fragments(version)
     order = _orders(store.spec, store.incarnation, fragments, scorers, replicas)
-    masks = None if equals is None else store.allowed_rows(version, equals)
+    masks = None if condition is None else store.allowed_rows(version, condition)
     return [
         PlannedFragment(
             fragment_id=fragment.fragment_id,

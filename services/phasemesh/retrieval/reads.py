@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phasemesh.retrieval.filters import equality_filter
+from phasemesh.retrieval.filters import filter_from_wire
 from phasemesh.retrieval.handles import Collections, version_to_wire
 from phasemesh.retrieval.ingest import check_count
 from phasemesh.retrieval.projection import TEXT_AND_ALL_FIELDS, document_to_wire, wanted_parts
@@ -58,11 +58,11 @@ class Reads:
         """
         opened = await self._collections.open(request.tenant, wire.collection)
         request.serve(opened.spec.model)
-        equals = equality_filter(wire.filter, opened.spec) if wire.HasField("filter") else None
+        condition = filter_from_wire(wire.filter, opened.spec) if wire.HasField("filter") else None
 
         def read() -> pb.CountDocumentsResponse:
             version = opened.resolve(wire.version)
-            count = opened.store.count(version, equals)
+            count = opened.store.count(version, condition)
             return pb.CountDocumentsResponse(documents=count, version=version_to_wire(version))
 
         return await self._collections.run(read)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from phasemesh.errors import InvalidArgument, Unimplemented
 from phasemesh.index.spec import Version
 from phasemesh.retrieval.fanout import FanOut, incomplete
-from phasemesh.retrieval.filters import equality_filter
+from phasemesh.retrieval.filters import filter_from_wire
 from phasemesh.retrieval.handles import Collections, Opened, version_to_wire
 from phasemesh.retrieval.leaves import Gathered, LeafQuery
 from phasemesh.retrieval.merge import merge_hits
@@ -129,9 +129,9 @@ class Search:
             )
 
     def _plan(self, opened: Opened, wire: pb.SearchRequest) -> tuple[Version, list[PlannedFragment]]:
-        equals = equality_filter(wire.filter, opened.spec) if wire.HasField("filter") else None
+        condition = filter_from_wire(wire.filter, opened.spec) if wire.HasField("filter") else None
         version = opened.resolve(wire.version)
-        return version, plan_search(opened.store, version, equals, self._scorers, self._replicas)
+        return version, plan_search(opened.store, version, condition, self._scorers, self._replicas)
 
 
 async def project(

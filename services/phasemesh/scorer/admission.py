@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 #: Query vectors whose similarities a kernel computes at a time; the work of fewer is the same.
 QUERY_BLOCK = 32
+#: Most units that are done together: more would share no more of the reading, and wait longer for each other.
+MAX_SHARED = 8
 #: What is said before anything was measured.
 _UNMEASURED_RETRY_S = 1.0
 _SHORTEST_RETRY_S = 0.05
@@ -36,6 +38,21 @@ def scan_work(tokens: int, query_tokens: int) -> int:
     return tokens * math.ceil(query_tokens / QUERY_BLOCK)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared(Generic[T]):
+    """How a unit may be done together with others that wait.
+
+    Attributes:
+        key: units with equal keys may be done together.
+        item: what this unit adds.
+        run: does several, given their items: what each returns or raises, in their order.
+    """
+
+    key: Hashable
+    item: Any
+    run: Callable[[Sequence[Any], Callable[[], None]], Sequence[T | Exception]]
+
+
 @dataclass(slots=True, eq=False)
 class Unit(Generic[T]):
     """What one thread does without a break.
@@ -43,6 +60,7 @@ class Unit(Generic[T]):
     Attributes:
         work: scan work.
         run: does it, on a scoring thread; calls what it is given now and then, and lets that raise.
+        shared: how it may be done together with others; None if it may not.
         result: set when it has ended; None for a unit that was dropped.
         begun: whether a thread has taken it.
         abandoned: nobody waits for it any more; read by its thread.
@@ -51,6 +69,7 @@ class Unit(Generic[T]):
 
     work: int
     run: Callable[[Callable[[], None]], T]
+    shared: Shared[T] | None = None
     result: T | Exception | None = None
     begun: bool = False
     abandoned: bool = False
@@ -152,7 +171,7 @@ class ScanQueue:
         self._now_ns = now_ns
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="phasemesh-score")
         self._waiting: deque[Unit[Any]] = deque()
-        self._running: dict[Unit[Any], asyncio.Future[Any]] = {}
+        self._running: dict[asyncio.Future[Any], list[Unit[Any]]] = {}
         self._rate = _Rate()
         self._closed = False
         self.queued_work = 0
@@ -196,7 +215,8 @@ class ScanQueue:
         capacity = self._capacity()
         if not capacity or len(self._running) < self.threads:
             return 0.0
-        return (self.queued_work + sum(unit.work for unit in self._running)) / capacity
+        running = sum(unit.work for units in self._running.values() for unit in units)
+        return (self.queued_work + running) / capacity
 
     async def close(self) -> None:
         """Fail what waits as unavailable, wait for what runs."""
@@ -205,7 +225,7 @@ class ScanQueue:
             self._waiting.remove(unit)
             self._end(unit)
         if self._running:
-            await asyncio.wait(self._running.values())
+            await asyncio.wait(self._running)
         await asyncio.to_thread(self._pool.shutdown)
 
     def put(self, units: Sequence[Unit[Any]]) -> None:
@@ -232,29 +252,58 @@ class ScanQueue:
     def _dispatch(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting and len(self._running) < self.threads:
-            unit = self._waiting.popleft()
-            assert unit.claim is not None
-            unit.claim.begin(unit, self._now_ns())
-            future = loop.run_in_executor(self._pool, self._timed, unit)
-            self._running[unit] = future
-            future.add_done_callback(partial(self._finished, unit))
-        self.running_claims = len({unit.claim for unit in self._running})
+            units = self._next_units()
+            for unit in units:
+                assert unit.claim is not None
+                unit.claim.begin(unit, self._now_ns())
+            future = loop.run_in_executor(self._pool, self._timed, units)
+            self._running[future] = units
+            future.add_done_callback(self._finished)
+        self.running_claims = len({unit.claim for units in self._running.values() for unit in units})
         self._metrics.running_searches.set(self.running_claims)
 
-    def _timed(self, unit: Unit[Any]) -> tuple[Any, float]:
-        start_s = self._now_s()
-        try:
-            result = unit.run(unit.checkpoint)
-        except Exception as error:
-            result = error
-        return result, self._now_s() - start_s
+    def _next_units(self) -> list[Unit[Any]]:
+        """The unit whose turn it is, and those that can be done along with it.
 
-    def _finished(self, unit: Unit[Any], future: asyncio.Future[tuple[Any, float]]) -> None:
-        del self._running[unit]
-        unit.result, seconds = future.result()
-        if not isinstance(unit.result, Exception):
-            self._rate.add(unit.work, seconds)
-        self._end(unit)
+        No timer: while threads are free a search never waits for another, and once none is, those that came
+        for the same rows in the meantime go together.
+        """
+        units = [self._waiting.popleft()]
+        shared = units[0].shared
+        if shared is not None and self._waiting:
+            for unit in self._waiting:
+                if unit.shared is not None and unit.shared.key == shared.key:
+                    units.append(unit)
+                    if len(units) == MAX_SHARED:
+                        break
+            if len(units) > 1:
+                together = set(units)
+                self._waiting = deque(unit for unit in self._waiting if unit not in together)
+                self._metrics.shared_searches.inc(len(units))
+        return units
+
+    def _timed(self, units: Sequence[Unit[Any]]) -> tuple[Sequence[Any], float]:
+        start_s = self._now_s()
+        results: Sequence[Any]
+        try:
+            if len(units) == 1:
+                results = [units[0].run(units[0].checkpoint)]
+            else:
+                shared = [unit.shared for unit in units if unit.shared is not None]
+                results = shared[0].run([one.item for one in shared], partial(_any_waits, units))
+        except Exception as error:
+            results = [error] * len(units)
+        return results, self._now_s() - start_s
+
+    def _finished(self, future: asyncio.Future[tuple[Sequence[Any], float]]) -> None:
+        units = self._running.pop(future)
+        results, seconds = future.result()
+        for unit, result in zip(units, results, strict=True):
+            unit.result = result
+        if not any(isinstance(result, Exception) for result in results):
+            self._rate.add(sum(unit.work for unit in units), seconds)
+        for unit in units:
+            self._end(unit)
         self._dispatch()
 
     def _end(self, unit: Unit[Any]) -> None:
@@ -288,6 +337,12 @@ class _Rate:
     @property
     def work_per_second(self) -> float:
         return self._work / self._busy_s if self._busy_s > 0 else 0.0
+
+
+def _any_waits(units: Sequence[Unit[Any]]) -> None:
+    """Raise if nobody waits for any of the units any more."""
+    if all(unit.abandoned for unit in units):
+        raise Cancelled("the searches were cancelled")
 
 
 def _stopped() -> Unavailable:

@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
-from phasemesh.index.leaf import LeafResult, LeafSource, leaf_search
-from phasemesh.index.spec import Reduction
-from phasemesh.scorer.admission import Claim, Unit, scan_work
+from phasemesh.index.leaf import LeafQuery, LeafResult, LeafSource, leaf_search, leaf_searches
+from phasemesh.index.spec import Version
+from phasemesh.scorer.admission import Claim, Shared, Unit, scan_work
 from phasemesh.scorer.fragments import Asked, Found, Fragments
 from phasemesh.scorer.requests import check_candidates, check_distinct, index_of, k_of, query_of
 from phasemesh.scorer.work import Job, Workshop
@@ -56,9 +53,12 @@ async def search(
             sources = [one for one in looked if isinstance(one, LeafSource)]
             failures = {one.fragment_id: one for one in looked if isinstance(one, pb.FragmentFailure)}
             results: list[LeafResult] = []
+            wanted = LeafQuery(query, k, index.reduction)
+            # The same rows of the same fragments: what is visible follows from the version alone.
+            version = None if any(one.allowed is not None for one in asked) else index.version
             groups = deal(sources, shop.queue.threads)
             while groups:
-                units = [_unit(group, query, k, index.reduction) for group in groups]
+                units = [_unit(group, wanted, version) for group in groups]
                 done = zip(groups, await claim.run(units), strict=True)
                 groups = []
                 for group, result in done:
@@ -126,18 +126,20 @@ def scored(
     shop.metrics.scanned_documents.inc(documents)
 
 
-def _unit(
-    group: Sequence[LeafSource], query: npt.NDArray[np.float32], k: int, reduction: Reduction
-) -> Unit[LeafResult]:
-    work = scan_work(sum(visible_tokens(source) for source in group), len(query))
-    return Unit(work, partial(_search, group, query, k, reduction))
+def _unit(group: Sequence[LeafSource], query: LeafQuery, version: Version | None) -> Unit[LeafResult]:
+    work = scan_work(sum(visible_tokens(source) for source in group), len(query.vectors))
+    shared = None
+    if version is not None:
+        key = (version, tuple(source.fragment_id for source in group))
+        shared = Shared(key, query, partial(_search_all, group))
+    return Unit(work, partial(_search, group, query), shared)
 
 
-def _search(
-    group: Sequence[LeafSource],
-    query: npt.NDArray[np.float32],
-    k: int,
-    reduction: Reduction,
-    checkpoint: Callable[[], None],
-) -> LeafResult:
-    return leaf_search(group, query, k, reduction, checkpoint=checkpoint)
+def _search(group: Sequence[LeafSource], query: LeafQuery, checkpoint: Callable[[], None]) -> LeafResult:
+    return leaf_search(group, query.vectors, query.k, query.reduction, checkpoint=checkpoint)
+
+
+def _search_all(
+    group: Sequence[LeafSource], queries: Sequence[LeafQuery], checkpoint: Callable[[], None]
+) -> list[LeafResult | Exception]:
+    return leaf_searches(group, queries, checkpoint=checkpoint)

@@ -98,6 +98,11 @@ class Metrics:
         self.running_searches = Gauge(
             "phasemesh_scorer_running_searches", "Requests on scoring threads.", registry=r
         )
+        self.shared_searches = Counter(
+            "phasemesh_shared_searches",
+            "Parts of searches that shared a scan with others.",
+            registry=r,
+        )
         self.scanned_tokens = Counter("phasemesh_scanned_tokens", "Token vectors scored.", registry=r)
         self.scanned_documents = Counter("phasemesh_scanned_documents", "Documents scored.", registry=r)
         self.segment_resident_bytes = Gauge(

@@ -15,6 +15,10 @@ from tests.fakes.gateway_stack import Stack
 F32 = base64.b64encode(bytes(4 * 8)).decode()
 V = {"incarnation": "0" * 32, "number": 1}
 
+DEEP: dict[str, Any] = {"exists": {"field": "lang"}}
+for _ in range(40):
+    DEEP = {"not": DEEP}
+
 CREATE: list[tuple[dict[str, Any], str, str]] = [
     ({"name": None}, "name", "name: is missing; give a name for the collection"),
     ({"name": 7}, "name", "name: has to be a string, not an integer"),
@@ -111,8 +115,19 @@ SEARCH: list[tuple[dict[str, Any], str, str]] = [
     ({"k": True}, "k", "k: has to be an integer, not a boolean"),
     ({"k": 1.0}, "k", "k: has to be an integer, not a number with a fraction or exponent"),
     ({"filter": "lang"}, "filter", "filter: has to be an object, not a string"),
-    ({"filter": {}}, "filter.equals", "filter.equals: is missing; give a field and its value"),
-    ({"filter": {"in": []}}, "filter.in", "filter.in: there is no such field; there are equals"),
+    ({"filter": {}}, "filter", "filter: has no condition; give one of equals, in, range"),
+    ({"filter": {"equal": {}}}, "filter.equal", "filter.equal: there is no such field; there are equals, in"),
+    ({"filter": {"exists": {"field": "a"}, "id_in": ["a"]}}, "filter", "filter: has 2 conditions; combine them"),
+    ({"filter": {"in": []}}, "filter.in", "filter.in: has to be an object, not a list"),
+    ({"filter": {"in": {"field": "lang"}}}, "filter.in.values", "filter.in.values: is missing"),
+    ({"filter": {"in": {"field": "lang", "values": "a"}}}, "filter.in.values", "has to be a list, not a string"),
+    ({"filter": {"all": {}}}, "filter.all", "filter.all: has to be a list, not an object"),
+    ({"filter": {"any": [{"not": []}]}}, "filter.any[0].not", "filter.any[0].not: has to be an object"),
+    ({"filter": {"range": {"field": "year", "from": 1}}}, "filter.range.from", "there is no such field"),
+    ({"filter": {"range": {"field": "year", "above": {}}}}, "filter.range.above", "has to be a string, a number"),
+    ({"filter": {"prefix": {"field": "lang"}}}, "filter.prefix.prefix", "filter.prefix.prefix: is missing"),
+    ({"filter": {"id_in": ["a", 1]}}, "filter.id_in[1]", "filter.id_in[1]: has to be a string"),
+    ({"filter": DEEP}, "filter" + ".not" * 32, "nests deeper than 32"),
     ({"filter": {"equals": {"value": 1}}}, "filter.equals.field", "filter.equals.field: is missing"),
     ({"filter": {"equals": {"field": "lang"}}}, "filter.equals.value", "filter.equals.value: is missing"),
     ({"filter": {"equals": {"field": "x", "value": 1}}}, "filter.equals.field", "'x' isn't declared"),
@@ -228,7 +243,7 @@ ANY = st.recursive(
     max_leaves=8,
 )
 KEYS = (
-    "query", "text", "vectors", "k", "filter", "equals", "field", "value", "projection", "fields", "version",
+    "query", "text", "vectors", "k", "filter", "equals", "in", "range", "not", "all", "any", "values", "field", "value", "projection", "fields", "version",
     "at_version", "number", "incarnation", "documents", "id", "token_vectors", "dtype", "shape", "data",
     "chunk_offsets", "ids", "name", "type", "model", "token_dimension", "truncation", "enabled",
 )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from google.protobuf import json_format
 from google.protobuf.struct_pb2 import Value
 
 from phasemesh.errors import (
@@ -101,6 +102,20 @@ async def test_text_is_encoded_by_role_and_found(served: Stack, name: str) -> No
     assert (list(read.span_starts), list(read.span_ends)) == ([0, 0, 6], [0, 5, 11])
 
 
+def json_filter(value: dict[str, Any]) -> pb.Filter:
+    """As protobuf's own JSON parser reads it."""
+    return json_format.ParseDict(value, pb.Filter())
+
+
+def nested_filter(depth: int) -> pb.Filter:
+    condition = equals("lang", "de")
+    for _ in range(depth - 1):
+        outer = pb.Filter()
+        getattr(outer, "not").CopyFrom(condition)
+        condition = outer
+    return condition
+
+
 @pytest.mark.parametrize(
     ("condition", "expected"),
     [
@@ -109,6 +124,18 @@ async def test_text_is_encoded_by_role_and_found(served: Stack, name: str) -> No
         (equals("tags", "y"), {"a", "b"}),
         (equals("seen", "2024-01-01T00:00:00Z"), {"a"}),
         (pb.Filter(all=pb.FilterList(filters=[equals("lang", "de"), equals("year", 2001)])), {"c"}),
+        (pb.Filter(any=pb.FilterList(filters=[equals("lang", "en"), equals("year", 2000)])), {"a", "b"}),
+        (json_filter({"not": {"equals": {"field": "lang", "value": "de"}}}), {"b", "d"}),
+        (json_filter({"in": {"field": "year", "values": [2000, "2001", 7]}}), {"a", "b", "c"}),
+        (json_filter({"in": {"field": "year"}}), set()),
+        (json_filter({"range": {"field": "year", "above": 2000}}), {"b", "c"}),
+        (json_filter({"range": {"field": "year", "atLeast": 2000, "below": 2001}}), {"a"}),
+        (json_filter({"range": {"field": "seen", "atMost": "2024-01-01T00:00:00Z"}}), {"a"}),
+        (json_filter({"exists": {"field": "tags"}}), {"a", "b"}),
+        (json_filter({"not": {"exists": {"field": "lang"}}}), {"d"}),
+        (json_filter({"prefix": {"field": "tags", "prefix": "x"}}), {"a"}),
+        (json_filter({"idIn": {"ids": ["d", "nobody"]}}), {"d"}),
+        (pb.Filter(all=pb.FilterList(filters=[equals("lang", "de"), equals("lang", "en")])), set()),
         (equals("lang", "xx"), set()),
         (equals("lang", "de' OR '1'='1"), set()),
     ],
@@ -153,12 +180,25 @@ async def test_filter_restricts(served: Stack, condition: pb.Filter, expected: s
             InvalidArgument,
             "filter.equals.value",
         ),
-        (pb.Filter(exists=pb.FieldExists(field="lang")), Unimplemented, "filter"),
+        (pb.Filter(exists=pb.FieldExists(field="x")), InvalidArgument, "filter.exists.field"),
+        (pb.Filter(any=pb.FilterList()), InvalidArgument, "filter.any.filters"),
         (
-            pb.Filter(all=pb.FilterList(filters=[equals("lang", "a"), equals("lang", "b")])),
-            Unimplemented,
+            pb.Filter(all=pb.FilterList(filters=[equals("lang", "a"), pb.Filter()])),
+            InvalidArgument,
             "filter.all.filters[1]",
         ),
+        (
+            json_filter({"not": {"prefix": {"field": "year", "prefix": "2"}}}),
+            InvalidArgument,
+            "filter.not.prefix.field",
+        ),
+        (json_filter({"range": {"field": "year"}}), InvalidArgument, "filter.range"),
+        (json_filter({"range": {"field": "tags", "above": "a"}}), InvalidArgument, "filter.range.field"),
+        (json_filter({"range": {"field": "year", "above": "x"}}), InvalidArgument, "filter.range.above"),
+        (json_filter({"in": {"field": "year", "values": [1, None]}}), InvalidArgument, "filter.in.values[1]"),
+        (nested_filter(17), InvalidArgument, "filter" + ".not" * 16),
+        (nested_filter(60), InvalidArgument, "filter" + ".not" * 16),
+        (pb.Filter(id_in=pb.IdIn(ids=["a"] * 10_001)), InvalidArgument, "filter"),
     ],
 )
 async def test_a_filter_that_cannot_be_met_is_refused(
@@ -245,7 +285,6 @@ async def test_empty_and_oversized_lists_are_refused(served: Stack, method: str,
         ("CompactCollection", pb.CompactCollectionRequest()),
         ("TagVersion", pb.TagVersionRequest()),
         ("RestoreVersion", pb.RestoreVersionRequest()),
-        ("DeleteDocuments", pb.DeleteDocumentsRequest(collection="plain", filter=equals("a", 1))),
     ],
 )
 async def test_later_methods_say_so(served: Stack, method: str, request_: Any) -> None:
@@ -253,3 +292,28 @@ async def test_later_methods_say_so(served: Stack, method: str, request_: Any) -
         await served.create("plain")
     with pytest.raises(Unimplemented, match="later release"):
         await served(method, request_)
+
+
+async def test_deletion_by_filter(served: Stack, name: str) -> None:
+    await served.create(name, fields=FIELDS)
+    rng = np.random.default_rng(8)
+    for number in range(9):
+        fields = struct(year=2000 + number) if number % 3 else struct()
+        await served.upsert(given(f"d{number}", unit_rows(rng, 2), fields=fields), name=name)
+    old = json_filter({"range": {"field": "year", "below": 2005}})
+    reply = await served("DeleteDocuments", pb.DeleteDocumentsRequest(collection=name, filter=old))
+    assert (reply.deleted, list(reply.missing_ids)) == (3, [])
+    found = await served.search(
+        unit_rows(rng, 2), 20, name=name, version=pb.ReadVersion(min_version=reply.version)
+    )
+    assert {hit.id for hit in found.hits} == {"d0", "d3", "d5", "d6", "d7", "d8"}
+    again = await served("DeleteDocuments", pb.DeleteDocumentsRequest(collection=name, filter=old))
+    assert (again.deleted, again.version) == (0, reply.version)
+    with pytest.raises(InvalidArgument) as both:
+        await served("DeleteDocuments", pb.DeleteDocumentsRequest(collection=name, filter=old, ids=["d0"]))
+    assert both.value.field == "filter"
+    with pytest.raises(InvalidArgument) as empty:
+        await served("DeleteDocuments", pb.DeleteDocumentsRequest(collection=name, filter=pb.Filter()))
+    assert empty.value.reason == "INVALID_FILTER"
+    count = await served("CountDocuments", pb.CountDocumentsRequest(collection=name))
+    assert count.documents == 6

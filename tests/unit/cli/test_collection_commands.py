@@ -8,7 +8,7 @@ from google.protobuf.struct_pb2 import Value
 
 from phasemesh.cli.banner import token_model
 from phasemesh.cli.collection_commands import Indexed, retrieval_target, snippet
-from phasemesh.cli.collection_values import declared_fields, equality_filter
+from phasemesh.cli.collection_values import declared_fields, filter_of
 from phasemesh.cli.explain_command import rows
 from phasemesh.config.settings import SettingsError, load_settings
 from phasemesh.v1 import common_pb2 as common
@@ -34,7 +34,7 @@ DECLARED = [
     ],
 )
 def test_filters_follow_the_declared_type(text: str, value: Value) -> None:
-    condition = equality_filter(text, DECLARED)
+    condition = filter_of(text, DECLARED)
     assert condition.equals.field == text.split("=")[0]
     assert condition.equals.value == value
 
@@ -51,7 +51,7 @@ def test_filters_follow_the_declared_type(text: str, value: Value) -> None:
 )
 def test_bad_filters(text: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        equality_filter(text, DECLARED)
+        filter_of(text, DECLARED)
 
 
 def test_only_declared_values_are_sent() -> None:

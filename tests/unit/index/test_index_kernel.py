@@ -216,8 +216,8 @@ def test_scores_of_codes_are_within_their_bound_of_float64_brute_force(codec, co
         return  # vectors of this dimension have no codes
     query = scale_query(corpus.query)
     mask = np.array([random.random() < 0.7 for _ in corpus.ids], bool)
-    scores, bounds = scan(
-        query,
+    [(scores, bounds)] = scan(
+        [query],
         segment.codes,
         codec,
         segment.range_offsets,
@@ -247,7 +247,7 @@ def test_the_bounds_of_codes_are_not_vacuous(codec, most):
     if segment.key.codec is None:
         pytest.skip("the compiled kernels aren't installed")
     scaled = scale_query(query)
-    _, bounds = scan(scaled, segment.codes, codec, segment.range_offsets, segment.norms)
+    [(_, bounds)] = scan([scaled], segment.codes, codec, segment.range_offsets, segment.norms)
     assert not len(segment.codes.scales)
     per_token = bounds / np.linalg.norm(scaled, axis=1).sum()
     assert per_token[segment.row_lengths > 0].max() < most

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phasemesh.index.leaf import LeafSource, RowState, leaf_score, leaf_search
+from phasemesh.index.leaf import LeafQuery, LeafSource, RowState, leaf_score, leaf_search, leaf_searches
 from phasemesh.index.overlay import pack_rows, unpack_rows, visible_rows
 from phasemesh.index.spec import Codec, Reduction
 from phasemesh.retrieval.merge import merge_hits
@@ -71,6 +71,32 @@ def test_any_split_over_fragments_and_scorers_gives_the_same_bits(corpus, k, par
     ]
     assert found(one.hits) == found(whole.hits)
     assert found(merge_hits(leaves, k)) == found(whole.hits)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    corpora,
+    st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    st.sampled_from([None, *Codec]),
+    st.integers(0, 99),
+)
+def test_searches_that_share_a_scan_find_the_same_bits_as_alone(corpus, ks, codec, seed):
+    rng = np.random.default_rng(seed)
+    segment = corpus.segment(codec=codec)
+    visible = rng.random(segment.rows) < 0.8
+    sources = [LeafSource(0, segment, visible), LeafSource(1, corpus.segment(name="b", codec=codec))]
+    dim = corpus.query.shape[1]
+    queries = [
+        LeafQuery(
+            rng.normal(size=(int(rng.integers(1, 40)), dim)).astype(np.float32), k, list(Reduction)[k % 2]
+        )
+        for k in ks
+    ]
+    for query, result in zip(queries, leaf_searches(sources, queries), strict=True):
+        if query.k < 1:
+            assert isinstance(result, ValueError)
+        else:
+            assert result == leaf_search(sources, query.vectors, query.k, query.reduction)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [1], [2], [1, 1], [9], [0, 0], [2, 0, 7], [1] * 9])

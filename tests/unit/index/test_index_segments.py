@@ -1,4 +1,5 @@
 import os
+import re
 
 import numpy as np
 import pytest
@@ -169,3 +170,26 @@ def test_rows_that_do_not_fit_together_are_refused():
     tokens[2, 0] = np.nan
     with pytest.raises(ValueError, match=r"document 'b'"):
         build_segment(KEY, ["a", "b", "c"], tokens, np.array([0, 2, 3, 4]))
+
+
+def test_vectors_beside_codes_are_not_kept_in_memory(tmp_path):
+    corpus = random_corpus(5, 3000, dim=128, longest=30)
+    segment = corpus.segment()
+    if segment.key.codec is None:
+        pytest.skip("the compiled kernels aren't installed")
+    tokens = len(segment.tokens)
+    read = open_segment(write_segment(segment, tmp_path), segment.key)
+    assert segment.resident_bytes == segment.nbytes
+    assert read.resident_bytes == read.nbytes - 256 * tokens
+
+    def kilobytes_in_memory():
+        # One entry per advice: the kernel splits the map.
+        with open("/proc/self/smaps") as file:
+            entries = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", file.read())
+        mine = [entry for entry in entries if segment.key.file_name in entry]
+        return sum(int(re.search(r"^Rss:\s+(\d+)", entry, re.MULTILINE)[1]) for entry in mine)
+
+    # The codes, and at most a page or two of the vectors.
+    assert kilobytes_in_memory() <= read.resident_bytes / 1024 + 64
+    assert read.tokens.tobytes() == segment.tokens.tobytes()
+    assert kilobytes_in_memory() >= read.nbytes / 1024 - 64

@@ -8,6 +8,7 @@ import numpy as np
 
 from phasemesh.index.cache import SegmentCache, SegmentRequest
 from phasemesh.index.coded import served_codec
+from phasemesh.index.filters import AllOf, Equals
 from phasemesh.index.leaf import LeafHit, LeafSource, leaf_search
 from phasemesh.index.overlay import pack_rows, unpack_rows, visible_rows
 from phasemesh.index.segments import SegmentKey, build_segment
@@ -23,7 +24,8 @@ def search(
 ) -> tuple[LeafHit, ...]:
     """What a scorer does: lease a segment per fragment, lay version and filter over it, scan."""
     fragments = store.fragments(version)
-    allowed = store.allowed_rows(version, equals) if equals else None
+    conditions = tuple(Equals(name, value) for name, value in equals.items())
+    allowed = store.allowed_rows(version, AllOf(conditions)) if equals else None
 
     def derive_from(fragment_id: int, key: SegmentKey) -> SegmentRequest:
         def derive():

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from phasemesh.index.filters import Equals
 from phasemesh.index.spec import StoredDocument, Version
 from tests.unit.index.documents import EVERYTHING, assert_same, by_id, make_document, open_store
 
@@ -51,12 +52,12 @@ class StoreAgainstDict(RuleBasedStateMachine):
         version, expected = list(self.history.items())[pick % len(self.history)]
         self._compare(version, expected)
         wanted = {name for name, document in expected.items() if document.fields["int64"] == seed}
-        assert self.store.count(version, {"int64": seed}) == len(wanted)
+        assert self.store.count(version, Equals("int64", seed)) == len(wanted)
         allowed = set()
         for ref in self.store.fragments(version):
             rows = self.store.read_tokens(ref.fragment_id, version)
             assert (len(rows.ids), len(rows.vectors)) == (ref.physical_rows, ref.tokens)
-            mask = self.store.allowed_rows(version, {"int64": seed}).get(ref.fragment_id)
+            mask = self.store.allowed_rows(version, Equals("int64", seed)).get(ref.fragment_id)
             allowed |= {rows.ids[row] for row in np.flatnonzero(mask)} if mask is not None else set()
             live = np.flatnonzero(~self.store.deleted_rows(version, ref.fragment_id))
             for row in live:

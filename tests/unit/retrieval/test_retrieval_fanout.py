@@ -71,14 +71,19 @@ class Client:
 class Clock:
     def __init__(self) -> None:
         self.s = 100.0
+        self.slept: list[float] = []
 
     def __call__(self) -> float:
         return self.s
 
+    async def sleep(self, seconds: float) -> None:
+        self.s += seconds
+        self.slept.append(seconds)
+
 
 def fan_out(**scripts: Script) -> tuple[FanOut, Client, Clock]:
     client, clock = Client(scripts), Clock()
-    return FanOut(client, now_s=clock), client, clock  # type: ignore[arg-type]  # a client as far as it is used
+    return FanOut(client, now_s=clock, sleep=clock.sleep), client, clock  # type: ignore[arg-type]  # a client as far as it is used
 
 
 def request(clock: Clock, seconds: float = 8.0) -> Request:
@@ -284,3 +289,58 @@ async def test_an_empty_plan_asks_nobody() -> None:
     gathered = await fan.search(request(clock), [], QUERY)
     assert gathered == Gathered()
     assert client.calls == []
+
+
+UNREACHABLE = Unavailable("the service can't be reached now", reason="PEER_UNREACHABLE")
+
+
+def after(calls: int, then: Script, error: PhasemeshError = UNREACHABLE) -> Script:
+    """Fails that often, then does what `then` does."""
+    left = [calls]
+
+    def script(request: scorer_pb2.LeafSearchRequest) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return then(request)
+
+    return script
+
+
+async def test_scorers_that_are_all_out_of_reach_are_asked_again_for_a_moment() -> None:
+    # One was killed, the other has been started again and isn't connected yet.
+    fan, _, clock = fan_out(a=after(9, good), b=after(2, good))
+    gathered = await fan.search(request(clock), [fragment(1, "ab"), fragment(2, "ba")], QUERY)
+    assert gathered.searched == {1, 2}
+    assert not gathered.lost
+    assert clock.slept == [0.1]
+
+
+async def test_scorers_that_stay_out_of_reach_are_given_up_soon() -> None:
+    fan, _, clock = fan_out(a=failing(UNREACHABLE), b=failing(UNREACHABLE))
+    gathered = await fan.search(request(clock, 60.0), [fragment(1, "ab")], QUERY)
+    assert list(gathered.lost) == [1]
+    assert 2 <= sum(clock.slept) <= 3
+    assert isinstance(incomplete(gathered), Unavailable)
+
+
+async def test_no_time_is_spent_on_waiting_that_the_call_does_not_have() -> None:
+    fan, _, clock = fan_out(a=failing(UNREACHABLE))
+    await fan.search(request(clock, 0.5), [fragment(1, "a")], QUERY)
+    assert sum(clock.slept) < 0.5
+
+
+@pytest.mark.parametrize("error", [Unavailable("x"), Internal(), ResourceExhausted("x")])
+async def test_scorers_that_answer_with_a_fault_are_not_asked_again(error: PhasemeshError) -> None:
+    fan, client, clock = fan_out(a=failing(error))
+    await fan.search(request(clock), [fragment(1, "a")], QUERY)
+    assert len(client.calls) == 1
+    assert not clock.slept
+
+
+async def test_only_fragments_without_an_answer_are_asked_for_again() -> None:
+    fan, client, clock = fan_out(a=after(1, good), b=good)
+    gathered = await fan.search(request(clock), [fragment(1, "a"), fragment(2, "b")], QUERY)
+    assert client.asked == [("a", [1]), ("b", [2]), ("a", [1])]
+    assert gathered.searched == {1, 2}
+    assert gathered.documents == 2

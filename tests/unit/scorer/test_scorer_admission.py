@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 import pytest_asyncio
 
 from phasemesh.errors import ResourceExhausted, Unavailable
-from phasemesh.scorer.admission import Claim, ScanQueue, Unit, scan_work
+from phasemesh.scorer.admission import MAX_SHARED, Claim, ScanQueue, Shared, Unit, scan_work
 from phasemesh.telemetry.metrics import Metrics
 
 
@@ -245,3 +245,120 @@ async def test_a_claim_can_run_twice_and_notes_when_it_first_began(queue: ScanQu
         assert await claim.run([Unit(5, lambda _: 2), Unit(5, lambda _: 3)]) == [2, 3]
         assert claim.began_ns == began_ns
     assert queue.queued_work == 0
+
+
+class Together:
+    """Work of one kind that is done in company: notes who was done with whom."""
+
+    def __init__(self, faulty: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        self.groups: list[list[str]] = []
+        self.gate = Gate()
+        self._faulty = faulty
+
+    def unit(self, name: str, key: str = "same") -> Unit[str]:
+        def alone(checkpoint: Callable[[], None]) -> str:
+            self.groups.append([name])
+            return name
+
+        return Unit(10, alone, Shared(key, name, self._all))
+
+    def _all(self, names: Sequence[str], checkpoint: Callable[[], None]) -> list[str | Exception]:
+        self.groups.append(list(names))
+        self.gate.go.set()
+        checkpoint()
+        return [ValueError(name) if name in self._faulty else name for name in names]
+
+
+def claimed(queue: ScanQueue, unit: Unit[str]) -> asyncio.Task[list[str | Exception]]:
+    async def wait() -> list[str | Exception]:
+        with queue.admit(unit.work) as claim:
+            return await claim.run([unit])
+
+    return asyncio.create_task(wait())
+
+
+async def test_searches_of_the_same_rows_that_wait_are_done_together(
+    queue: ScanQueue, metrics: Metrics
+) -> None:
+    blocker, work = Gate(), Together(faulty={"b"})
+    first = run(queue, 1, blocker)
+    await blocker.begun.wait()
+    names = ["a", "x", "b", "c"]
+    tasks = {name: claimed(queue, work.unit(name, "other" if name == "x" else "same")) for name in names}
+    await settle()
+    blocker.go.set()
+    await first
+    results = {name: (await task)[0] for name, task in tasks.items()}
+    assert work.groups == [["a", "b", "c"], ["x"]]
+    assert isinstance(results.pop("b"), ValueError)
+    assert results == {"a": "a", "x": "x", "c": "c"}
+    assert queue.queued_work == 0
+    assert metrics.registry.get_sample_value("phasemesh_shared_searches_total") == 3
+
+
+async def test_at_most_so_many_searches_are_done_together(queue: ScanQueue) -> None:
+    blocker, work = Gate(), Together()
+    first = run(queue, 1, blocker)
+    await blocker.begun.wait()
+    tasks = [claimed(queue, work.unit(str(number))) for number in range(MAX_SHARED + 2)]
+    await settle()
+    blocker.go.set()
+    await first
+    assert [(await task)[0] for task in tasks] == [str(number) for number in range(MAX_SHARED + 2)]
+    assert [len(group) for group in work.groups] == [MAX_SHARED, 2]
+
+
+async def test_a_free_thread_takes_a_search_at_once_and_alone(queue: ScanQueue) -> None:
+    work = Together()
+    assert await claimed(queue, work.unit("a")) == ["a"]
+    assert work.groups == [["a"]]
+
+
+async def test_who_leaves_a_shared_scan_does_not_stop_it_for_the_others(queue: ScanQueue) -> None:
+    blocker = Gate()
+    scanning, leave = threading.Event(), threading.Event()
+
+    def scan(names: Sequence[str], checkpoint: Callable[[], None]) -> list[str | Exception]:
+        scanning.set()
+        assert leave.wait(10)
+        checkpoint()
+        return list(names)
+
+    first = run(queue, 1, blocker)
+    await blocker.begun.wait()
+    tasks = [claimed(queue, Unit(10, lambda _: "alone", Shared("same", name, scan))) for name in "ab"]
+    await settle()
+    blocker.go.set()
+    await first
+    await asyncio.to_thread(scanning.wait, 10)
+    tasks[0].cancel()
+    await asyncio.wait([tasks[0]])
+    leave.set()
+    assert await tasks[1] == ["b"]
+
+
+async def test_a_shared_scan_that_nobody_waits_for_ends_at_its_checkpoint(queue: ScanQueue) -> None:
+    blocker = Gate()
+    scanning, leave, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def scan(names: Sequence[str], checkpoint: Callable[[], None]) -> list[str | Exception]:
+        scanning.set()
+        assert leave.wait(10)
+        try:
+            checkpoint()
+        finally:
+            ended.set()
+        raise AssertionError("the checkpoint let it go on")
+
+    first = run(queue, 1, blocker)
+    await blocker.begun.wait()
+    tasks = [claimed(queue, Unit(10, lambda _: "alone", Shared("same", name, scan))) for name in "ab"]
+    await settle()
+    blocker.go.set()
+    await first
+    await asyncio.to_thread(scanning.wait, 10)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    leave.set()
+    assert await asyncio.to_thread(ended.wait, 10)

@@ -1,3 +1,5 @@
+cmake_minimum_required(VERSION 3.18...4.0)
+
 # Fails where an object that was compiled for one instruction set shares a function with the rest of the program.
 #
 # NM: the tool. ARCHIVE: the static library. SOURCES: the files with flags of their own.

@@ -163,7 +163,7 @@ void score_all(const Query& query, const Documents& vectors, const PreparedQueri
             piece.after = scanned.tokens - token - piece.tokens;
             piece.scales = scanned.scales ? scanned.scales + token : nullptr;
             if (engine.stage) {
-                if (!engine.stage(piece.rows, piece.tokens, dim, rows.as<std::uint8_t>())) {
+                if (!std::isfinite(engine.stage(piece.rows, piece.tokens, dim, rows.as<std::uint8_t>()))) {
                     throw ArgumentError("tokens: document " + std::to_string(document) + " isn't finite");
                 }
                 piece.rows = rows.as<std::uint8_t>();

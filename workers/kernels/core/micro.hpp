@@ -58,11 +58,12 @@ using KeepFloat = void (*)(const Panel&, const Piece&, float* best, float* all);
 // The code of one codec at one level.
 struct Engine {
     Pack pack;
-    // Brings codes [tokens, code_bytes] into scan form, [tokens, dim * pack_bytes]. False: a token isn't finite.
-    // Null: the codes are in scan form.
-    bool (*stage)(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) = nullptr;
-    // For float codecs that aren't staged: whether all elements are finite.
-    bool (*finite)(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim) = nullptr;
+    // Brings codes [tokens, code_bytes] into scan form, [tokens, dim * pack_bytes], and returns the largest
+    // magnitude among float elements, infinity or NaN where one isn't finite (0 for integer codecs, whose codes
+    // are all good). Null: the codes are in scan form.
+    float (*stage)(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) = nullptr;
+    // For float codecs that aren't staged: that magnitude.
+    float (*largest)(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim) = nullptr;
     ScanInteger integer = nullptr;
     ScanFloat scaled = nullptr;    // integer codecs with scales: maxima of v * scale
     ScanFloat floating = nullptr;  // float codecs

@@ -229,7 +229,7 @@ const Engine* tile_engine(Codec codec, bool integer, bool bf16) {
                                 scan_tiles<ScaledInteger, false>, nullptr, 128, 0, enter, leave};
     static const Engine of_int4{Pack::s8x4, stage_int4_512, nullptr, scan_tiles<PlainInteger, false>,
                                 scan_tiles<ScaledInteger, false>, nullptr, 15, 1, enter, leave};
-    static const Engine of_bf16{Pack::bf16x2, nullptr, finite_bf16, nullptr, nullptr,
+    static const Engine of_bf16{Pack::bf16x2, nullptr, largest_bf16, nullptr, nullptr,
                                 scan_tiles<PlainFloat, true>, 0, 0, enter, leave};
     if (integer && codec == Codec::int8) return &of_int8;
     if (integer && codec == Codec::int4) return &of_int4;

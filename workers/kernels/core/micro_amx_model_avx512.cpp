@@ -4,7 +4,7 @@
 
 #define TILE_FENCE() static_cast<void>(0)
 #define TILE_CONFIGURE(p) tiles.configure(p)
-#define TILE_RELEASE() static_cast<void>(0)
+#define TILE_RELEASE() tiles.release()
 #define TILE_ZERO(n) tiles.zero(n)
 #define TILE_LOAD(n, p, stride) tiles.load(n, p, stride)
 #define TILE_STORE(n, p, stride) tiles.store(n, p, stride)

@@ -31,7 +31,7 @@ struct FmaOp : Wide256 {
     static Acc mac(Acc acc, Column c, Row r) { return _mm256_fmadd_ps(c, r, acc); }
 };
 
-bool stage_f16_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
+float stage_f16_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
     const std::size_t count = static_cast<std::size_t>(tokens) * dim;  // a multiple of 16
     __m128i worst = _mm_setzero_si128();
     const __m128i magnitude = _mm_set1_epi16(0x7fff);
@@ -40,8 +40,11 @@ bool stage_f16_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t 
         worst = _mm_max_epu16(worst, _mm_and_si128(half, magnitude));
         _mm256_storeu_ps(reinterpret_cast<float*>(rows + 4 * i), _mm256_cvtph_ps(half));
     }
-    const __m128i limit = _mm_set1_epi16(0x7c00);
-    return _mm_movemask_epi8(_mm_cmpeq_epi16(_mm_max_epu16(worst, limit), worst)) == 0;
+    alignas(16) std::uint16_t lanes[8];
+    _mm_store_si128(reinterpret_cast<__m128i*>(lanes), worst);
+    std::uint16_t most = 0;
+    for (const std::uint16_t lane : lanes) most = lane > most ? lane : most;
+    return _cvtsh_ss(most);
 }
 
 }  // namespace

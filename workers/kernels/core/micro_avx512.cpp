@@ -45,8 +45,9 @@ struct FmaOp : Wide512 {
     }
 };
 
-bool stage_f16_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
+float stage_f16_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
     const std::size_t count = static_cast<std::size_t>(tokens) * dim;  // a multiple of 16
+    // Of binary16 without its sign, the integer's order is the value's, infinities and NaN above all.
     __m256i worst = _mm256_setzero_si256();
     const __m256i magnitude = _mm256_set1_epi16(0x7fff);
     for (std::size_t i = 0; i < count; i += 16) {
@@ -54,7 +55,11 @@ bool stage_f16_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t 
         worst = _mm256_max_epu16(worst, _mm256_and_si256(half, magnitude));
         _mm512_storeu_ps(rows + 4 * i, _mm512_cvtph_ps(half));
     }
-    return _mm256_cmpge_epu16_mask(worst, _mm256_set1_epi16(0x7c00)) == 0;
+    alignas(32) std::uint16_t lanes[16];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), worst);
+    std::uint16_t most = 0;
+    for (const std::uint16_t lane : lanes) most = lane > most ? lane : most;
+    return _cvtsh_ss(most);
 }
 
 }  // namespace

@@ -27,7 +27,7 @@ struct Bf16Op : Wide512 {
 }  // namespace
 
 const Engine* engine_avx512bf16(Codec codec) {
-    static const Engine bf16{Pack::bf16x2, nullptr, finite_bf16, nullptr, nullptr,
+    static const Engine bf16{Pack::bf16x2, nullptr, largest_bf16, nullptr, nullptr,
                              scan_piece<Bf16Op, Plain<Bf16Op>>, 0, 0, nullptr, nullptr};
     return codec == Codec::bf16 ? &bf16 : nullptr;
 }

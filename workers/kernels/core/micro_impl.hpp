@@ -171,8 +171,14 @@ void keep_piece(const Panel& panel, const Piece& piece, typename Way::Element* b
     }
 }
 
+inline float as_float(std::uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
 // Nibbles to bytes: element i is the low nibble of byte i, element i + dim / 2 the high one.
-inline bool stage_int4(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
+inline float stage_int4(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
     const std::size_t half = dim / 2;
     for (std::int64_t t = 0; t < tokens; ++t, codes += half, rows += dim) {
         for (std::size_t i = 0; i < half; ++i) {
@@ -180,19 +186,19 @@ inline bool stage_int4(const std::uint8_t* codes, std::int64_t tokens, std::size
             rows[half + i] = codes[i] >> 4;
         }
     }
-    return true;
+    return 0.0f;
 }
 
-inline bool stage_int8_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
+inline float stage_int8_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
     const std::size_t count = static_cast<std::size_t>(tokens) * dim;
     for (std::size_t i = 0; i < count; ++i) {
         const std::int16_t wide = codes[i];
         std::memcpy(rows + 2 * i, &wide, 2);
     }
-    return true;
+    return 0.0f;
 }
 
-inline bool stage_int4_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
+inline float stage_int4_wide(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
     const std::size_t half = dim / 2;
     for (std::int64_t t = 0; t < tokens; ++t, codes += half, rows += 2 * dim) {
         for (std::size_t i = 0; i < half; ++i) {
@@ -201,10 +207,10 @@ inline bool stage_int4_wide(const std::uint8_t* codes, std::int64_t tokens, std:
             std::memcpy(rows + 2 * (half + i), &high, 2);
         }
     }
-    return true;
+    return 0.0f;
 }
 
-inline bool stage_bf16(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
+inline float stage_bf16(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
     const std::size_t count = static_cast<std::size_t>(tokens) * dim;
     std::uint32_t worst = 0;
     for (std::size_t i = 0; i < count; ++i) {
@@ -214,10 +220,10 @@ inline bool stage_bf16(const std::uint8_t* codes, std::int64_t tokens, std::size
         worst = std::max(worst, wide & 0x7fffffffu);
         std::memcpy(rows + 4 * i, &wide, 4);
     }
-    return worst < 0x7f800000u;
+    return as_float(worst);
 }
 
-inline bool stage_f32(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
+inline float stage_f32(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
     const std::size_t count = static_cast<std::size_t>(tokens) * dim;
     std::uint32_t worst = 0;
     for (std::size_t i = 0; i < count; ++i) {
@@ -226,11 +232,11 @@ inline bool stage_f32(const std::uint8_t* codes, std::int64_t tokens, std::size_
         worst = std::max(worst, word & 0x7fffffffu);
         std::memcpy(rows + 4 * i, &word, 4);
     }
-    return worst < 0x7f800000u;
+    return as_float(worst);
 }
 
 // binary16 to binary32 with integer arithmetic alone; exact, subnormals included.
-inline bool stage_f16(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
+inline float stage_f16(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim, std::uint8_t* rows) {
     const std::size_t count = static_cast<std::size_t>(tokens) * dim;
     std::uint32_t worst = 0;
     for (std::size_t i = 0; i < count; ++i) {
@@ -248,10 +254,11 @@ inline bool stage_f16(const std::uint8_t* codes, std::int64_t tokens, std::size_
         bits |= static_cast<std::uint32_t>(half & 0x8000u) << 16;
         std::memcpy(rows + 4 * i, &bits, 4);
     }
-    return worst < 0x7c00u;
+    // Of binary16: infinities and NaN keep all exponent bits; below, the value itself.
+    return worst < 0x7c00u ? as_float(worst << 13) * 0x1p112f : as_float(0x7f800000u);
 }
 
-inline bool finite_bf16(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim) {
+inline float largest_bf16(const std::uint8_t* codes, std::int64_t tokens, std::size_t dim) {
     const std::size_t count = static_cast<std::size_t>(tokens) * dim;
     std::uint16_t worst = 0;
     for (std::size_t i = 0; i < count; ++i) {
@@ -259,7 +266,7 @@ inline bool finite_bf16(const std::uint8_t* codes, std::int64_t tokens, std::siz
         std::memcpy(&half, codes + 2 * i, 2);
         worst = std::max<std::uint16_t>(worst, half & 0x7fffu);
     }
-    return worst < 0x7f80u;
+    return as_float(static_cast<std::uint32_t>(worst) << 16);
 }
 
 }  // namespace

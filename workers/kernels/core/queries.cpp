@@ -132,6 +132,15 @@ std::shared_ptr<const PreparedQueries> prepare(const std::vector<Query>& queries
     panel.corrections = ready->corrections.data();
 
     if (!is_integer(codec)) {
+        double most = 0.0;
+        for (const Query& query : queries) {
+            for (std::size_t i = 0; i < query.tokens * dim; ++i) {
+                most = std::max(most, std::fabs(static_cast<double>(query.data[i])));
+            }
+        }
+        // bfloat16 may round a query's element up by 2^-8.
+        const double reach = 3.4028e38 / (1.01 * most * static_cast<double>(dim) + 1e-300);
+        if (reach < static_cast<double>(ready->largest)) ready->largest = static_cast<float>(reach);
         for (std::size_t q = 0; q < queries.size(); ++q) {
             ready->factors.push_back(1.0);
             ready->zero_sums.push_back(0);

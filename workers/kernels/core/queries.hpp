@@ -41,6 +41,9 @@ class PreparedQueries {
     Codec codec = Codec::int8;
     std::uint64_t seed = 0;
     bool scaled = false;
+    // Largest magnitude of a document's element (float codecs) with which no sum of products overflows: then every
+    // instruction set gives the same, or the same error.
+    float largest = 3.402823466e38f;
     Isa level = Isa::portable;
     Panel panel;                          // into `memory`
     std::vector<std::size_t> starts;      // [queries + 1]: query q owns columns starts[q]..starts[q + 1]

@@ -31,33 +31,33 @@ constexpr std::int64_t kTickProducts = std::int64_t{1} << 26;
 constexpr std::int64_t kThreadProducts = std::int64_t{1} << 25;
 constexpr auto kCheckpointEvery = std::chrono::milliseconds(2);
 
+// Of one document, so that a call that scores a few of many reads only theirs.
+void check_document(const Documents& documents, std::int64_t i) {
+    const std::int64_t begin = documents.offsets[i], end = documents.offsets[i + 1];
+    if (end < begin) throw ArgumentError("offsets: fall at " + std::to_string(i) + "; they must ascend");
+    if (begin < 0 || end > documents.tokens) {
+        throw ArgumentError("offsets: document " + std::to_string(i) + " runs from " + std::to_string(begin) +
+                            " to " + std::to_string(end) + ", beyond 0 to " + std::to_string(documents.tokens));
+    }
+    // Positions within a document are int32.
+    if (end - begin > std::numeric_limits<std::int32_t>::max()) {
+        throw ArgumentError("offsets: document " + std::to_string(i) + " has more than 2^31 - 1 tokens");
+    }
+    for (std::int64_t token = begin; documents.scales && token < end; ++token) {
+        const float scale = documents.scales[token];
+        if (!(scale >= 0.0f) || std::isinf(scale)) {
+            throw ArgumentError("scales: token " + std::to_string(token) + " has " + std::to_string(scale) +
+                                ", expected a finite length");
+        }
+    }
+}
+
 void check(const PreparedQueries& queries, const Documents& documents, const Selection& selection) {
     if (documents.dim != queries.dim || documents.codec != queries.codec || documents.seed != queries.seed ||
         (documents.scales != nullptr) != queries.scaled) {
         throw ArgumentError("queries: were made ready for another codec, dimension, seed or scaling");
     }
     if (documents.count < 0) throw ArgumentError("offsets: needs at least one entry");
-    const std::int64_t* offsets = documents.offsets;
-    if (offsets[0] < 0 || offsets[documents.count] > documents.tokens) {
-        throw ArgumentError("offsets: run from " + std::to_string(offsets[0]) + " to " +
-                            std::to_string(offsets[documents.count]) + ", beyond 0 to " +
-                            std::to_string(documents.tokens));
-    }
-    for (std::int64_t i = 0; i < documents.count; ++i) {
-        if (offsets[i + 1] < offsets[i]) {
-            throw ArgumentError("offsets: fall at " + std::to_string(i) + "; they must ascend");
-        }
-        // Positions within a document are int32.
-        if (offsets[i + 1] - offsets[i] > std::numeric_limits<std::int32_t>::max()) {
-            throw ArgumentError("offsets: document " + std::to_string(i) + " has more than 2^31 - 1 tokens");
-        }
-    }
-    for (std::int64_t i = 0; documents.scales && i < documents.tokens; ++i) {
-        if (!(documents.scales[i] >= 0.0f) || std::isinf(documents.scales[i])) {
-            throw ArgumentError("scales: token " + std::to_string(i) + " has " +
-                                std::to_string(documents.scales[i]) + ", expected a finite length");
-        }
-    }
     switch (selection.kind) {
         case Selection::Kind::range:
             if (selection.start < 0 || selection.stop < selection.start || selection.stop > documents.count) {
@@ -65,6 +65,7 @@ void check(const PreparedQueries& queries, const Documents& documents, const Sel
                                     std::to_string(selection.stop) + " leaves the " +
                                     std::to_string(documents.count) + " documents");
             }
+            for (std::int64_t i = selection.start; i < selection.stop; ++i) check_document(documents, i);
             break;
         case Selection::Kind::indices:
             for (std::int64_t i = 0; i < selection.size; ++i) {
@@ -73,12 +74,16 @@ void check(const PreparedQueries& queries, const Documents& documents, const Sel
                                         " (entry " + std::to_string(i) + ") is none of the " +
                                         std::to_string(documents.count));
                 }
+                check_document(documents, selection.indices[i]);
             }
             break;
         case Selection::Kind::mask:
             if (selection.size != documents.count) {
                 throw ArgumentError("select: mask has " + std::to_string(selection.size) + " entries for " +
                                     std::to_string(documents.count) + " documents");
+            }
+            for (std::int64_t i = 0; i < documents.count; ++i) {
+                if (selection.mask[i]) check_document(documents, i);
             }
             break;
     }
@@ -142,7 +147,7 @@ class Worker {
 
    private:
     void loop() {
-        if (calls_back_) call_.options.checkpoint();
+        if (calls_back_) call_back();
         last_ = Clock::now();
         for (;;) {
             const std::size_t chunk = call_.next.fetch_add(1, std::memory_order_relaxed);
@@ -161,8 +166,15 @@ class Worker {
         if (!calls_back_) return;
         const auto now = Clock::now();
         if (now - last_ < kCheckpointEvery) return;
-        call_.options.checkpoint();
+        call_back();
         last_ = Clock::now();
+    }
+
+    // What is called may use this thread's tiles itself.
+    void call_back() {
+        if (call_.engine.leave) call_.engine.leave();
+        call_.options.checkpoint();
+        if (call_.engine.enter) call_.engine.enter(row_bytes_);
     }
 
     void score(std::int64_t position) {
@@ -202,18 +214,18 @@ class Worker {
         piece.tokens = tokens;
         piece.first = static_cast<std::int32_t>(token - begin);
         piece.scales = documents.scales ? documents.scales + token : nullptr;
-        bool finite = true;
+        float largest = 0.0f;
         if (engine.stage) {
-            finite = engine.stage(codes, tokens, documents.dim, rows_.as<std::uint8_t>());
+            largest = engine.stage(codes, tokens, documents.dim, rows_.as<std::uint8_t>());
             piece.rows = rows_.as<std::uint8_t>();
             piece.after = piece_tokens_ - tokens;
         } else {
-            if (engine.finite) finite = engine.finite(codes, tokens, documents.dim);
+            if (engine.largest) largest = engine.largest(codes, tokens, documents.dim);
             piece.rows = codes;
             piece.before = token;
             piece.after = documents.tokens - token - tokens;
         }
-        if (!finite) report(document);
+        if (!(largest <= call_.queries.largest)) report(document);  // NaN too
         std::int32_t* at = call_.best_at ? at_.as<std::int32_t>() : nullptr;
         const Panel& panel = call_.queries.panel;
         if (!engine.integer) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -33,6 +34,8 @@ std::uint64_t read_portable(const std::uint8_t* data, std::size_t bytes) {
 double stream_read(const void* data, std::size_t bytes, int threads, int repeats, Isa isa, std::uint64_t* sum) {
     if (threads < 1) throw ArgumentError("threads: must be at least 1");
     if (repeats < 1) throw ArgumentError("repeats: must be at least 1");
+    // A part is a page at the least.
+    const auto most = static_cast<int>(std::clamp<std::size_t>(bytes / 4096, 1, static_cast<std::size_t>(threads)));
     std::vector<StreamReader> readers = {read_portable};
 #if defined(PHASEMESH_HAVE_AVX512)
     if (resolve(isa) >= Isa::avx512) readers = {stream_read_avx512, stream_read_avx512_ahead};
@@ -44,25 +47,32 @@ double stream_read(const void* data, std::size_t bytes, int threads, int repeats
     std::uint64_t all = 0;
     for (int repeat = 0; repeat < repeats; ++repeat) {
         for (const StreamReader reader : readers) {
-            std::vector<std::uint64_t> sums(static_cast<std::size_t>(threads));
+            std::vector<std::uint64_t> sums(static_cast<std::size_t>(most));
             std::atomic<int> ready{0};
-            std::atomic<bool> go{false};
+            std::atomic<int> parts{0};  // how many threads there are; 0 until all of them are
             const auto part = [&](int i) {
-                const std::size_t from = bytes / threads * i;
-                const std::size_t to = i + 1 == threads ? bytes : bytes / threads * (i + 1);
-                sums[static_cast<std::size_t>(i)] = reader(start + from, to - from);
+                const auto all_parts = static_cast<std::size_t>(parts.load()), mine = static_cast<std::size_t>(i);
+                const std::size_t from = bytes / all_parts * mine;
+                const std::size_t to = mine + 1 == all_parts ? bytes : bytes / all_parts * (mine + 1);
+                sums[mine] = reader(start + from, to - from);
             };
             std::vector<std::thread> others;
-            for (int i = 1; i < threads; ++i) {
-                others.emplace_back([&, i] {
-                    ++ready;
-                    while (!go) std::this_thread::yield();
-                    part(i);
-                });
+            others.reserve(static_cast<std::size_t>(most) - 1);
+            for (int i = 1; i < most; ++i) {
+                try {
+                    others.emplace_back([&, i] {
+                        ++ready;
+                        while (parts == 0) std::this_thread::yield();
+                        part(i);
+                    });
+                } catch (const std::system_error&) {
+                    break;  // the system gives no more threads: those that there are do the work
+                }
             }
-            while (ready < threads - 1) std::this_thread::yield();
+            const auto given = static_cast<int>(others.size());
+            while (ready < given) std::this_thread::yield();
             const auto begin = std::chrono::steady_clock::now();
-            go = true;
+            parts = given + 1;
             part(0);
             for (std::thread& other : others) other.join();
             const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;

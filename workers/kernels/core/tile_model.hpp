@@ -22,6 +22,10 @@ struct TileModel {
         std::memcpy(rows, bytes + 48, sizeof rows);
         std::memset(tile, 0, sizeof tile);
     }
+    void release() {
+        std::memset(row_bytes, 0, sizeof row_bytes);
+        std::memset(rows, 0, sizeof rows);
+    }
     void zero(int n) { std::memset(&tile[n], 0, sizeof tile[n]); }
     void load(int n, const void* from, std::size_t stride) {
         zero(n);

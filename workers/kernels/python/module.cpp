@@ -24,6 +24,7 @@
 #include "codec.hpp"
 #include "cpu.hpp"
 #include "exact.hpp"
+#include "peak.hpp"
 #include "scan.hpp"
 
 namespace nb = nanobind;
@@ -332,6 +333,12 @@ double stream_read(const View<std::uint8_t, 1>& bytes, int threads, int repeats,
     return pk::stream_read(bytes.data(), bytes.shape(0), threads, repeats, isa, &sum);
 }
 
+double multiply_rate(int threads, int repeats, const std::string& isa_name) {
+    const pk::Isa isa = pk::parse(isa_name);
+    nb::gil_scoped_release release;
+    return pk::multiply_rate(threads, repeats, isa);
+}
+
 std::vector<std::string> levels() {
     std::vector<std::string> names;
     for (const pk::Isa isa : pk::available()) names.emplace_back(pk::name(isa));
@@ -387,6 +394,7 @@ NB_MODULE(_core, m) {
     m.def("topk", &topk, "scores"_a.noconvert(), "k"_a);
     m.def("query_errors", &query_errors, "query"_a.noconvert(), "codec"_a, "seed"_a);
     m.def("stream_read", &stream_read, "data"_a.noconvert(), "threads"_a, "repeats"_a, "isa"_a);
+    m.def("multiply_rate", &multiply_rate, "threads"_a, "repeats"_a, "isa"_a);
     m.def("levels", &levels);
     m.def("features", &features);
     m.def(

@@ -257,11 +257,11 @@ class SegmentCache:
         """Gives a segment a place among the residents if there is, or can be made, room."""
         with self._guard:
             resident = self._residents.get(segment.key)
-            if resident is None and self._make_room(segment.nbytes):
+            if resident is None and self._make_room(segment.resident_bytes):
                 resident = self._residents[segment.key] = _Resident(segment)
-                self._resident_bytes += segment.nbytes
+                self._resident_bytes += segment.resident_bytes
             if resident is None:
-                self._count(cold=1, cold_bytes=segment.nbytes)
+                self._count(cold=1, cold_bytes=segment.resident_bytes)
                 return _Held(segment, None)
             resident.users += 1
             return _Held(resident.segment, resident)
@@ -275,11 +275,11 @@ class SegmentCache:
                 break
             if not resident.users:
                 victims.append(key)
-                missing -= resident.segment.nbytes
+                missing -= resident.segment.resident_bytes
         if missing > 0:
             return False
         for key in victims:
-            self._resident_bytes -= self._residents.pop(key).segment.nbytes
+            self._resident_bytes -= self._residents.pop(key).segment.resident_bytes
         self._count(evictions=len(victims))
         return True
 

@@ -14,7 +14,7 @@ never decides the order of documents; it decides, safely, which ones need no clo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ def make_codes(tokens: npt.NDArray[np.float16], row_offsets: npt.NDArray[np.int6
 
 
 def scan(
-    scaled: npt.NDArray[np.float32],
+    queries: Sequence[npt.NDArray[np.float32]],
     codes: Codes,
     codec: Codec,
     offsets: npt.NDArray[np.int64],
@@ -104,11 +104,11 @@ def scan(
     mask: npt.NDArray[np.bool_] | None = None,
     range_to_row: npt.NDArray[np.int64] | None = None,
     checkpoint: Callable[[], None] | None = None,
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    """Scores rows by their codes.
+) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]]:
+    """Scores rows by their codes, for several queries while each code is read once.
 
     Args:
-        scaled: The query from `rescore.scale_query`, float32 [q, d].
+        queries: Each from `rescore.scale_query`, float32 [q, d]; at least one.
         codes: Of the segment.
         codec: They were made with.
         offsets: Range i owns tokens offsets[i] to offsets[i + 1], int64 [n + 1].
@@ -118,13 +118,13 @@ def scan(
         checkpoint: Called between blocks; what it raises ends the scan.
 
     Returns:
-        Sums of the query tokens' best similarities, float32 [rows], -inf where there is none; and how far
-        each can be from exact, float64 [rows].
+        For each query the sums of its tokens' best similarities, float32 [rows], -inf where there is none;
+        and how far each can be from exact, float64 [rows]. They don't depend on the other queries.
     """
     kernels: Any = native.KERNELS
     data = codes.data.view(np.uint16) if codec is Codec.BF16 else codes.data
-    scores: npt.NDArray[np.float32] = kernels.maxsim(
-        scaled,
+    scores = kernels.maxsim_multi(
+        queries,
         data,
         offsets,
         codec.value,
@@ -133,9 +133,14 @@ def scan(
         select=ranges_of(mask, range_to_row),
         checkpoint=checkpoint,
     )
-    spread, reach = similarity_bound(scaled, codec, norms, codes.errors)
-    of_errors, of_reach = spread.sum(axis=1)
-    return fold_ranges(scores, range_to_row, len(norms)), of_errors * reach[0] + of_reach * reach[1]
+    results = []
+    for query, sums in zip(queries, scores, strict=True):
+        spread, reach = similarity_bound(query, codec, norms, codes.errors)
+        of_errors, of_reach = spread.sum(axis=1)
+        results.append(
+            (fold_ranges(sums, range_to_row, len(norms)), of_errors * reach[0] + of_reach * reach[1])
+        )
+    return results
 
 
 def similarity_bound(

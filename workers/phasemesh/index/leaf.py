@@ -48,6 +48,21 @@ class LeafSource:
     visible: npt.NDArray[np.bool_] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LeafQuery:
+    """What is searched for.
+
+    Args:
+        vectors: Query token vectors, float32 [q, d], q ≥ 1, finite.
+        k: Documents wanted, at least 1.
+        reduction: How the query tokens' best similarities are combined.
+    """
+
+    vectors: npt.NDArray[np.float32]
+    k: int
+    reduction: Reduction
+
+
 @dataclass(frozen=True, slots=True)
 class LeafHit:
     """A document found.
@@ -135,54 +150,129 @@ def leaf_search(
     Raises:
         ValueError: `k` or the query can't be searched with.
     """
-    if k < 1:
-        raise ValueError(f"k: is {k}, expected at least 1")
-    if query.size == 0:
-        raise ValueError(
-            f"query: has shape {query.shape}, expected [query tokens, dimension], both at least 1"
-        )
-    scaled = scale_query(query)
-    best = _Contenders(k)
-    documents = tokens = 0
-    coarse = False
-    for position, source in enumerate(sources):
-        segment = source.segment
-        if segment.key.codec is None:
-            scores, errors = _scan_vectors(segment, scaled, source.visible, checkpoint)
-        else:
-            coarse |= segment.key.codec is Codec.INT4
-            scores, errors = scan(
-                scaled, segment.codes, segment.key.codec, segment.range_offsets, segment.norms,
-                mask=source.visible, range_to_row=segment.range_to_row, checkpoint=checkpoint,
-            )  # fmt: skip
+    (result,) = leaf_searches(sources, [LeafQuery(query, k, reduction)], checkpoint=checkpoint)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def leaf_searches(
+    sources: Sequence[LeafSource],
+    queries: Sequence[LeafQuery],
+    *,
+    checkpoint: Callable[[], None] | None = None,
+) -> list[LeafResult | Exception]:
+    """Several searches of the same rows of the same fragments, whose codes are read once for all of them.
+
+    Args:
+        sources: Fragments, each once.
+        queries: What is searched for; at least one.
+        checkpoint: Called between blocks of work; what it raises ends all searches.
+
+    Returns:
+        For each query what `leaf_search` returns or raises: bit for bit the same, whatever the other queries.
+
+    Raises:
+        Exception: What befell the scan that they share.
+    """
+    results: dict[int, LeafResult | Exception] = {}
+    scans: list[_Scan] = []
+    for position, query in enumerate(queries):
+        try:
+            scans.append(_Scan(position, query))
+        except ValueError as error:
+            results[position] = error
+    if scans:
+        for number, source in enumerate(sources):
+            scaled = [scan.scaled for scan in scans]
+            for scan, (scores, errors) in zip(scans, _scan_source(source, scaled, checkpoint), strict=True):
+                scan.add(number, source, scores, errors)
+    for scan in scans:
+        try:
+            results[scan.position] = scan.finish(sources, checkpoint)
+        except Exception as error:
+            # A fault of this query's own rows is no fault of the others'.
+            results[scan.position] = error
+    return [results[position] for position in range(len(queries))]
+
+
+class _Scan:
+    """One query's way through the funnel."""
+
+    def __init__(self, position: int, query: LeafQuery) -> None:
+        if query.k < 1:
+            raise ValueError(f"k: is {query.k}, expected at least 1")
+        if query.vectors.size == 0:
+            raise ValueError(
+                f"query: has shape {query.vectors.shape}, expected [query tokens, dimension], both at least 1"
+            )
+        self.position = position
+        self.scaled = scale_query(query.vectors)
+        self._query = query
+        self._best = _Contenders(query.k)
+        self._documents = self._tokens = 0
+        self._coarse = False
+
+    def add(
+        self,
+        number: int,
+        source: LeafSource,
+        scores: npt.NDArray[np.float32],
+        errors: npt.NDArray[np.float64],
+    ) -> None:
+        """Takes in the scores of a source's rows, and how far each can be from exact."""
         scored = np.flatnonzero(scores > -np.inf)
-        documents += len(scored)
-        tokens += int(segment.row_lengths[scored].sum())
-        best.add(position, scored, scores[scored], errors[scored])
+        self._coarse |= source.segment.key.codec is Codec.INT4
+        self._documents += len(scored)
+        self._tokens += int(source.segment.row_lengths[scored].sum())
+        self._best.add(number, scored, scores[scored], errors[scored])
 
-    proven = not coarse or best.keep_best(max(COARSE_FACTOR * k, COARSE_LEAST))
-    if len(best) > k:
-        finer = _Contenders(k)
-        for position, rows in best.by_source():
-            source = sources[position]
-            mask = np.zeros(source.segment.rows, np.bool_)
-            mask[rows] = True
-            scores, errors = _scan_vectors(source.segment, scaled, mask, checkpoint)
-            finer.add(position, rows, scores[rows], errors[rows])
-        best = finer
+    def finish(self, sources: Sequence[LeafSource], checkpoint: Callable[[], None] | None) -> LeafResult:
+        """Scores again what couldn't be ruled out."""
+        k = self._query.k
+        best = self._best
+        proven = not self._coarse or best.keep_best(max(COARSE_FACTOR * k, COARSE_LEAST))
+        if len(best) > k:
+            finer = _Contenders(k)
+            for number, rows in best.by_source():
+                segment = sources[number].segment
+                mask = np.zeros(segment.rows, np.bool_)
+                mask[rows] = True
+                scores, errors = _scan_vectors(segment, self.scaled, mask, checkpoint)
+                finer.add(number, rows, scores[rows], errors[rows])
+            best = finer
+        hits: list[LeafHit] = []
+        mean = self._query.reduction is Reduction.MEAN
+        for number, rows in best.by_source():
+            source = sources[number]
+            exact = _score_rows(source.segment, self._query.vectors, rows, mean, checkpoint)
+            hits += [
+                LeafHit(source.segment.row_id(row), score, source.fragment_id, row)
+                for row, score in zip(rows.tolist(), exact.tolist(), strict=True)
+            ]
+        rescored = len(hits)
+        hits.sort(key=lambda hit: (-hit.score, hit.id))
+        return LeafResult(tuple(hits[:k]), self._documents, self._tokens, rescored, proven)
 
-    hits: list[LeafHit] = []
-    mean = reduction is Reduction.MEAN
-    for position, rows in best.by_source():
-        source = sources[position]
-        exact = _score_rows(source.segment, query, rows, mean, checkpoint)
-        hits += [
-            LeafHit(source.segment.row_id(row), score, source.fragment_id, row)
-            for row, score in zip(rows.tolist(), exact.tolist(), strict=True)
-        ]
-    rescored = len(hits)
-    hits.sort(key=lambda hit: (-hit.score, hit.id))
-    return LeafResult(tuple(hits[:k]), documents, tokens, rescored, proven)
+
+def _scan_source(
+    source: LeafSource,
+    scaled: Sequence[npt.NDArray[np.float32]],
+    checkpoint: Callable[[], None] | None,
+) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]]:
+    segment = source.segment
+    if segment.key.codec is None:
+        return [_scan_vectors(segment, query, source.visible, checkpoint) for query in scaled]
+    return scan(
+        scaled,
+        segment.codes,
+        segment.key.codec,
+        segment.range_offsets,
+        segment.norms,
+        mask=source.visible,
+        range_to_row=segment.range_to_row,
+        checkpoint=checkpoint,
+    )
 
 
 def leaf_score(

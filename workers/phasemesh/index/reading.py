@@ -7,6 +7,7 @@ which never change, so they fit segments that were derived at any version.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -80,16 +81,24 @@ def deleted_rows(of: lance.LanceFragment) -> RowMask:
     return deleted
 
 
-def matching_rows(dataset: lance.LanceDataset, predicate: str | None) -> dict[int, RowMask]:
-    """Which physical rows of each fragment are live and meet the predicate; those with none are absent."""
-    table = dataset.scanner(columns=[], with_row_address=True, filter=predicate).to_table()
-    addresses = table.column("_rowaddr").to_numpy()
-    owners = addresses >> _OFFSET_BITS
+def matching_rows(
+    dataset: lance.LanceDataset, columns: list[str], meets: Callable[[pa.RecordBatch], RowMask]
+) -> dict[int, RowMask]:
+    """Which physical rows of each fragment are live and meet a condition; those with none are absent.
+
+    Args:
+        dataset: At the version that is read.
+        columns: That `meets` looks at.
+        meets: Which rows of a batch do, bool [rows].
+    """
     masks: dict[int, RowMask] = {}
-    for owner in np.unique(owners):
-        mask = np.zeros(fragment(dataset, int(owner)).physical_rows, bool)
-        mask[addresses[owners == owner] & ((1 << _OFFSET_BITS) - 1)] = True
-        masks[int(owner)] = mask
+    for batch in dataset.scanner(columns=columns, with_row_address=True).to_batches():
+        addresses = batch.column("_rowaddr").to_numpy()[meets(batch)]
+        owners = addresses >> _OFFSET_BITS
+        for owner in np.unique(owners).tolist():
+            if owner not in masks:
+                masks[owner] = np.zeros(fragment(dataset, owner).physical_rows, bool)
+            masks[owner][addresses[owners == owner] & ((1 << _OFFSET_BITS) - 1)] = True
     return masks
 
 

@@ -74,6 +74,11 @@ def field_column(name: str) -> str:
     return _FIELD_PREFIX + name
 
 
+def arrow_type(field_type: FieldType) -> pa.DataType:
+    """Type of a declared field's column."""
+    return _FIELD_TYPES[field_type]
+
+
 def arrow_schema(spec: CollectionSpec) -> pa.Schema:
     """The dataset's schema, a pure function of the spec."""
     columns = [

@@ -139,7 +139,18 @@ def open_segment(path: Path, key: SegmentKey, *, verify: bool = True) -> Segment
     codes = Codes(arrays.pop("codes"), arrays.pop("code_scales"), arrays.pop("code_errors"))
     if codes.data.shape != codes_shape(key.codec, *arrays["tokens"].shape):
         raise SegmentDamaged(f"{path.name}: has codes of shape {codes.data.shape}")
-    return Segment(key=key, codes=codes, **arrays)
+    if key.codec is not None:
+        _seldom_read(mapped, 8 + length + header["tokens"]["data_offsets"][0], arrays["tokens"].nbytes)
+    return Segment(key=key, codes=codes, mapped=True, **arrays)
+
+
+def _seldom_read(mapped: mmap.mmap, begin: int, count: int) -> None:
+    """Gives up the pages of a part of which few rows are ever read, and asks for no neighbours with them."""
+    first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (begin + count - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if whole > 0 and hasattr(mapped, "madvise"):
+        mapped.madvise(mmap.MADV_RANDOM, first, whole)
+        mapped.madvise(mmap.MADV_DONTNEED, first, whole)
 
 
 def _views(header: dict[str, Any], data: npt.NDArray[np.uint8]) -> dict[str, Any]:

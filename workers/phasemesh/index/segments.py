@@ -77,6 +77,7 @@ class Segment:
         codes: The vectors in the form that is scanned; empty where the key names no codec.
         id_offsets: Row i's id is ids[id_offsets[i] : id_offsets[i + 1]].
         ids: All ids in UTF-8, uint8.
+        mapped: Whether the arrays are views of a file.
     """
 
     key: SegmentKey
@@ -87,6 +88,7 @@ class Segment:
     codes: Codes
     id_offsets: npt.NDArray[np.int64]
     ids: npt.NDArray[np.uint8]
+    mapped: bool = False
 
     @property
     def rows(self) -> int:
@@ -99,6 +101,15 @@ class Segment:
         codes = (self.codes.data, self.codes.scales, self.codes.errors)
         arrays = (self.tokens, self.range_offsets, self.row_ranges, self.norms, self.id_offsets, self.ids)
         return sum(array.nbytes for array in arrays + codes)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that searches keep in memory: all but the vectors of a mapped file that has codes.
+
+        Of those a search reads a few rows.
+        """
+        seldom_read = self.mapped and self.key.codec is not None
+        return self.nbytes - (self.tokens.nbytes if seldom_read else 0)
 
     @property
     def row_lengths(self) -> npt.NDArray[np.int64]:

@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+
 from phasemesh.index import reading
 from phasemesh.index.catalogue import dataset_path
 from phasemesh.index.checks import check_document
 from phasemesh.index.commit import Committer, StoreOptions, cut_by_tokens
 from phasemesh.index.durability import Sync, make_folder, sync_path
-from phasemesh.index.filters import EqualityFilter, equality_sql, ids_sql
+from phasemesh.index.filters import Condition, check_filter, columns_of, evaluate, ids_sql
 from phasemesh.index.history import History, create_dataset, open_dataset
 from phasemesh.index.reading import RowMask
 from phasemesh.index.schema import (
@@ -35,6 +38,8 @@ from phasemesh.index.schema import (
 )
 from phasemesh.index.spec import CatalogueEntry, CollectionSpec, FragmentRef, StoredDocument, Version
 
+#: Most documents that a deletion by filter takes in one commit.
+DELETE_IDS = 10_000
 #: What a read of documents returns unless told otherwise.
 TEXT_AND_FIELDS = frozenset({Part.TEXT, Part.FIELDS})
 
@@ -224,6 +229,31 @@ class CollectionStore:
         missing = tuple(document_id for document_id in asked if document_id not in present)
         return Deleted(version, len(present), missing)
 
+    def delete_where(self, condition: Condition) -> Deleted:
+        """Delete the documents that meet a filter now.
+
+        What meets it is settled first, at the newest version; a document that another writer changes in
+        between is deleted all the same, one that begins to meet it isn't. Beyond `DELETE_IDS` documents there
+        are several commits, so that readers may see some of them gone before others.
+
+        Raises:
+            FilterError: The filter doesn't fit the collection.
+            WriteConflict: Other commits kept coming in between; some of the documents may be gone.
+            OSError: The medium refused.
+        """
+        spec = self._entry.spec
+        check_filter(spec, condition)
+        seen = self.latest(refresh=True)
+        ids: list[str] = []
+        columns = list(dict.fromkeys([ID, *columns_of(condition)]))
+        for batch in self._history.at(seen).scanner(columns=columns).to_batches():
+            ids += batch.column(ID).filter(pa.array(evaluate(spec, condition, batch))).to_pylist()
+        deleted = Deleted(seen, 0, ())
+        for begin in range(0, len(ids), DELETE_IDS):
+            done = self.delete(ids[begin : begin + DELETE_IDS])
+            deleted = Deleted(done.version, deleted.deleted + done.deleted, ())
+        return deleted
+
     # Reads
 
     def get(
@@ -258,15 +288,16 @@ class CollectionStore:
         columns = [table.column(name).to_pylist() for name in (ID, "fragment", "row", TOKEN_COUNT)]
         return {name: RowPlace(*place) for name, *place in zip(*columns, strict=True)}
 
-    def count(self, version: Version, equals: EqualityFilter | None = None) -> int:
+    def count(self, version: Version, condition: Condition | None = None) -> int:
         """Live documents that meet the filter.
 
         Raises:
             VersionGone: There is no such version.
-            FilterError: The filter names an undeclared field or a value of another type.
+            FilterError: The filter doesn't fit the collection.
         """
-        predicate = equality_sql(self._entry.spec, equals or {})
-        return int(self._history.at(version).count_rows(predicate))
+        if condition is None:
+            return int(self._history.at(version).count_rows())
+        return sum(int(np.count_nonzero(mask)) for mask in self.allowed_rows(version, condition).values())
 
     def stats(self, version: Version) -> StoreStats:
         """Live documents, their token vectors, and fragments.
@@ -304,17 +335,20 @@ class CollectionStore:
         """
         return reading.deleted_rows(reading.fragment(self._history.at(version), fragment_id))
 
-    def allowed_rows(self, version: Version, equals: EqualityFilter) -> dict[int, RowMask]:
+    def allowed_rows(self, version: Version, condition: Condition) -> dict[int, RowMask]:
         """Which physical rows of each fragment are live and meet the filter, bool [physical_rows].
 
         Fragments without such a row are absent; a filter that matches nothing gives an empty mapping.
 
         Raises:
             VersionGone: There is no such version.
-            FilterError: The filter names an undeclared field or a value of another type.
+            FilterError: The filter doesn't fit the collection.
         """
-        predicate = equality_sql(self._entry.spec, equals)
-        return reading.matching_rows(self._history.at(version), predicate)
+        spec = self._entry.spec
+        check_filter(spec, condition)
+        return reading.matching_rows(
+            self._history.at(version), columns_of(condition), lambda batch: evaluate(spec, condition, batch)
+        )
 
     def read_tokens(self, fragment_id: int, version: Version) -> TokenRows:
         """Token vectors of all physical rows of a fragment, since-deleted ones included.

@@ -745,7 +745,9 @@ Global___UpsertDocumentsResponse: _TypeAlias = UpsertDocumentsResponse  # noqa: 
 
 @_typing.final
 class Filter(_message.Message):
-    """A condition on declared fields."""
+    """A condition on declared fields. Logic is two-valued: a condition on a field that has no value does not hold, so
+    `not` of it does. What isn't equal to a value is `not` of `equals`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -757,6 +759,7 @@ class Filter(_message.Message):
     ANY_FIELD_NUMBER: _builtins.int
     NOT_FIELD_NUMBER: _builtins.int
     ID_IN_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def equals(self) -> Global___FieldEquals:
         """The field has this value."""
@@ -781,6 +784,10 @@ class Filter(_message.Message):
     def id_in(self) -> Global___IdIn:
         """The document's id is one of these."""
 
+    @_builtins.property
+    def prefix(self) -> Global___FieldPrefix:
+        """The field's text begins with this."""
+
     def __init__(
         self,
         *,
@@ -790,12 +797,13 @@ class Filter(_message.Message):
         all: Global___FilterList | None = ...,
         any: Global___FilterList | None = ...,
         id_in: Global___IdIn | None = ...,
+        prefix: Global___FieldPrefix | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "any", b"any", "condition", b"condition", "equals", b"equals", "exists", b"exists", "id_in", b"id_in", "in", b"in", "not", b"not", "range", b"range"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "any", b"any", "condition", b"condition", "equals", b"equals", "exists", b"exists", "id_in", b"id_in", "in", b"in", "not", b"not", "prefix", b"prefix", "range", b"range"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "any", b"any", "condition", b"condition", "equals", b"equals", "exists", b"exists", "id_in", b"id_in", "in", b"in", "not", b"not", "range", b"range"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "any", b"any", "condition", b"condition", "equals", b"equals", "exists", b"exists", "id_in", b"id_in", "in", b"in", "not", b"not", "prefix", b"prefix", "range", b"range"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_condition: _TypeAlias = _typing.Literal["equals", "in", "range", "exists", "all", "any", "not", "id_in"]  # noqa: Y015
+    _WhichOneofReturnType_condition: _TypeAlias = _typing.Literal["equals", "in", "range", "exists", "all", "any", "not", "id_in", "prefix"]  # noqa: Y015
     _WhichOneofArgType_condition: _TypeAlias = _typing.Literal["condition", b"condition"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_condition) -> _WhichOneofReturnType_condition | None: ...
 
@@ -831,7 +839,7 @@ Global___FieldEquals: _TypeAlias = FieldEquals  # noqa: Y015
 
 @_typing.final
 class FieldIn(_message.Message):
-    """The field has one of some values."""
+    """The field has one of some values. For a list, one of its elements has."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -841,7 +849,7 @@ class FieldIn(_message.Message):
     """Declared field."""
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[_struct_pb2.Value]:
-        """Values, of the field's type."""
+        """Values, of the field's type. Without any, no document meets this."""
 
     def __init__(
         self,
@@ -859,7 +867,9 @@ Global___FieldIn: _TypeAlias = FieldIn  # noqa: Y015
 
 @_typing.final
 class FieldRange(_message.Message):
-    """The field lies in a range."""
+    """The field lies in a range: at least one end is given. Texts are ordered by their UTF-8; booleans and lists have no
+    order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -926,6 +936,32 @@ class FieldExists(_message.Message):
 Global___FieldExists: _TypeAlias = FieldExists  # noqa: Y015
 
 @_typing.final
+class FieldPrefix(_message.Message):
+    """The field's text begins with a text. For a list, one of its elements does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIELD_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    field: _builtins.str
+    """Declared field, a string or a list of strings."""
+    prefix: _builtins.str
+    """What it begins with."""
+    def __init__(
+        self,
+        *,
+        field: _builtins.str = ...,
+        prefix: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["field", b"field", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FieldPrefix: _TypeAlias = FieldPrefix  # noqa: Y015
+
+@_typing.final
 class FilterList(_message.Message):
     """Several conditions."""
 
@@ -990,7 +1026,9 @@ class DeleteDocumentsRequest(_message.Message):
 
     @_builtins.property
     def filter(self) -> Global___Filter:
-        """Documents to delete, by condition. Exactly one of `ids` and `filter` is given."""
+        """Documents to delete, by condition. Exactly one of `ids` and `filter` is given. Those that meet it as the call
+        begins are deleted, in commits of at most 10,000.
+        """
 
     def __init__(
         self,

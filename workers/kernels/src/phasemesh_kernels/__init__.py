@@ -15,7 +15,7 @@ from phasemesh_kernels._codec import Encoded, EncodeError, Refused, decode, enco
 from phasemesh_kernels._core import Cancelled, CancelToken
 from phasemesh_kernels._core import version as __version__
 from phasemesh_kernels._exact import exact_maxsim
-from phasemesh_kernels._machine import capabilities, read_bandwidth
+from phasemesh_kernels._machine import capabilities, multiply_rate, read_bandwidth
 from phasemesh_kernels._search import maxsim, maxsim_multi, maxsim_topk, query_errors
 
 # Where to find them, for messages and for pickle.
@@ -35,6 +35,7 @@ __all__ = [
     "maxsim",
     "maxsim_multi",
     "maxsim_topk",
+    "multiply_rate",
     "query_errors",
     "read_bandwidth",
 ]

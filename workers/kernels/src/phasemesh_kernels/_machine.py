@@ -80,3 +80,22 @@ def read_bandwidth(array: npt.NDArray[Any], *, threads: int = 1, repeats: int = 
         flat, threads, check_integer("repeats", repeats, 1, 2**31 - 1), isa_limit(None)
     )
     return array.nbytes / seconds
+
+
+def multiply_rate(*, threads: int = 1, repeats: int = 5, isa: str | None = None) -> float:
+    """How fast this machine multiplies 8-bit integers and does nothing else: the other limit of a scan.
+
+    A scan of int8 codes does q * d products per token.
+
+    Args:
+        threads: At least 1.
+        repeats: How often it is tried; the fastest counts.
+        isa: Upper limit of the instruction set; None: that of the environment.
+
+    Returns:
+        Products per second of the dot-product instruction in use; 0 where there is no measure for it (only
+        AVX-512 and AMX have one).
+    """
+    return _core.multiply_rate(
+        check_threads(threads), check_integer("repeats", repeats, 1, 2**31 - 1), isa_limit(isa)
+    )

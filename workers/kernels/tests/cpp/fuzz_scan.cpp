@@ -22,9 +22,9 @@ constexpr std::int64_t kFar[] = {std::numeric_limits<std::int64_t>::min(),
 std::int64_t hostile(check::Random& random, std::int64_t near) {
     switch (random.below(4)) {
         case 0: return kFar[random.below(sizeof kFar / sizeof *kFar)];
-        case 1: return near + static_cast<std::int64_t>(random.below(5)) - 2;
+        case 1: return static_cast<std::int64_t>(static_cast<std::uint64_t>(near) + random.below(5) - 2);
         case 2: return static_cast<std::int64_t>(random.next());
-        default: return -near;
+        default: return near == kFar[0] ? near : -near;
     }
 }
 
@@ -83,16 +83,26 @@ Input input(check::Random& random) {
 bool acceptable(const Input& input, std::int64_t tokens) {
     const auto& offsets = input.made.offsets;
     const std::int64_t n = input.made.count();
-    for (std::size_t i = 0; i < offsets.size(); ++i) {
-        if (offsets[i] < 0 || offsets[i] > tokens || (i && offsets[i] < offsets[i - 1])) return false;
-    }
+    const auto sound = [&](std::int64_t i) {
+        return offsets[i] >= 0 && offsets[i] <= offsets[i + 1] && offsets[i + 1] <= tokens;
+    };
     const pk::Selection& selection = input.selection;
     if (selection.kind == pk::Selection::Kind::range) {
-        return selection.start >= 0 && selection.start <= selection.stop && selection.stop <= n;
+        if (selection.start < 0 || selection.start > selection.stop || selection.stop > n) return false;
+        for (std::int64_t i = selection.start; i < selection.stop; ++i) {
+            if (!sound(i)) return false;
+        }
+        return true;
     }
-    if (selection.kind == pk::Selection::Kind::mask) return selection.size == n;
+    if (selection.kind == pk::Selection::Kind::mask) {
+        if (selection.size != n) return false;
+        for (std::int64_t i = 0; i < n; ++i) {
+            if (input.mask[i] && !sound(i)) return false;
+        }
+        return true;
+    }
     return std::all_of(input.indices.begin(), input.indices.end(),
-                       [n](std::int64_t index) { return index >= 0 && index < n; });
+                       [&](std::int64_t index) { return index >= 0 && index < n && sound(index); });
 }
 
 void one_run(check::Random& random, const std::vector<pk::Isa>& levels) {
@@ -123,8 +133,8 @@ void one_run(check::Random& random, const std::vector<pk::Isa>& levels) {
         std::int64_t d = static_cast<std::int64_t>(i);
         if (in.selection.kind == pk::Selection::Kind::range) d += in.selection.start;
         if (in.selection.kind == pk::Selection::Kind::indices) d = in.indices[i];
-        const bool none = made.offsets[d] == made.offsets[d + 1] ||
-                          (in.selection.kind == pk::Selection::Kind::mask && !in.mask[i]);
+        const bool none = (in.selection.kind == pk::Selection::Kind::mask && !in.mask[i]) ||
+                          made.offsets[d] == made.offsets[d + 1];
         CHECK(none ? scores[i] == -HUGE_VALF : std::fabs(scores[i]) < 1e20f);
     }
 }

@@ -143,6 +143,37 @@ void checkpoints() {
     }
 }
 
+// A checkpoint may scan by itself, on the same thread: tile registers, where there are any, are one per thread.
+void nested() {
+    check::Random random(22);
+    const Corpus other = corpus(random, pk::Codec::int8, 48, false, {3, 40});
+    const Rows short_one = query(random, 3, 48);
+    for (const pk::Codec codec : kCodecs) {
+        Large large(codec);
+        const pk::Selection some = large.selection(1);
+        for (const pk::Isa isa : check::levels()) {
+            check::place = std::string(name(codec)) + " nested " + pk::name(isa);
+            const auto ready = pk::prepare({{large.rows.data.data(), 20}}, 1024, codec, large.made.seed, false, isa);
+            const auto inner = pk::prepare({short_one.view()}, 48, pk::Codec::int8, other.seed, false, isa);
+            std::vector<float> plain(static_cast<std::size_t>(some.size)), nested(plain.size());
+            pk::maxsim(*ready, large.made.view(), some, {}, plain.data(), nullptr);
+            int calls = 0;
+            pk::Options options;
+            options.checkpoint = [&] {
+                ++calls;
+                std::vector<float> scores(2);
+                pk::Selection both;
+                both.stop = 2;
+                pk::maxsim(*inner, other.view(), both, {}, scores.data(), nullptr);
+                CHECK(scores[0] != scores[1]);
+            };
+            pk::maxsim(*ready, large.made.view(), some, options, nested.data(), nullptr);
+            CHECK(calls >= 1);
+            CHECK(nested == plain);
+        }
+    }
+}
+
 void at_once() {
     check::place = "many scans at once";
     Large large(pk::Codec::bf16);
@@ -188,6 +219,7 @@ int main() {
     counts();
     cancels();
     checkpoints();
+    nested();
     at_once();
     first_of_many();
     return check::finish("test_scan_threads");

@@ -7,15 +7,16 @@ the others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Struct, Value
+from google.protobuf.struct_pb2 import Struct
 
 from phasemesh.errors import InvalidArgument
+from phasemesh.gateway.dialects.native.filters import read_filter
 from phasemesh.gateway.dialects.native.objects import JsonObject
+from phasemesh.gateway.dialects.native.values import read_value
 from phasemesh.gateway.dialects.native.vectors import read_matrix, read_vector
 from phasemesh.gateway.fields import invalid, json_type
 from phasemesh.v1 import common_pb2 as common
@@ -26,8 +27,6 @@ DEFAULT_K = 10
 #: Most ids of one rerank; the contract's limit.
 MAX_RERANK_IDS = 10_000
 _MAX_UINT64 = 2**64 - 1
-#: Integers beyond it aren't all numbers of a protobuf Value, which are float64.
-_MAX_EXACT_INTEGER = 2**53
 
 _SPEC = (
     "name", "model", "recipe_hash", "token_dimension", "codec", "fields", "normalize", "reduction",
@@ -162,33 +161,6 @@ def _fields(value: Any, path: str) -> Struct:
     return struct
 
 
-def read_value(value: Any, path: str) -> Value:
-    """A field's value: text, number, boolean, null, or a list of texts.
-
-    Raises:
-        InvalidArgument: it is something else, or an integer that a float64 can't hold exactly.
-    """
-    if value is None:
-        return Value(null_value=NULL_VALUE)
-    if isinstance(value, bool):
-        return Value(bool_value=value)
-    if isinstance(value, str):
-        return Value(string_value=value)
-    if isinstance(value, int):
-        if abs(value) > _MAX_EXACT_INTEGER:
-            raise invalid(path, "is beyond 2**53, up to which JSON numbers are exact; give it as text")
-        return Value(number_value=value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise invalid(path, "has to be a finite number")
-        return Value(number_value=value)
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return Value(list_value=ListValue(values=[Value(string_value=item) for item in value]))
-    raise invalid(
-        path, f"has to be a string, a number, a boolean, null or a list of strings, not {json_type(value)}"
-    )
-
-
 def read_delete(body: Mapping[str, Any], collection: str, *, max_ids: int) -> pb.DeleteDocumentsRequest:
     """A body of `POST /v1/collections/{name}/documents/delete`."""
     given = JsonObject.of(body, "", "ids", "filter")
@@ -285,18 +257,7 @@ def _query(value: Any) -> pb.Query:
 
 def _filter(parent: JsonObject) -> pb.Filter | None:
     value = parent.get("filter")
-    if value is None:
-        return None
-    given = JsonObject.of(value, "filter", "equals")
-    equals = JsonObject.of(
-        given.required("equals", "a field and its value"), "filter.equals", "field", "value"
-    )
-    field = equals.required_text("field", "the name of a declared field")
-    if "value" not in equals.values:
-        raise invalid("filter.equals.value", "is missing; give the field's value", reason="MISSING_FIELD")
-    return pb.Filter(
-        equals=pb.FieldEquals(field=field, value=read_value(equals.get("value"), "filter.equals.value"))
-    )
+    return None if value is None else read_filter(value)
 
 
 def _projection(parent: JsonObject) -> pb.Projection | None:

@@ -119,10 +119,48 @@ class FieldEquals(_Body):
     value: FieldValue
 
 
-class Filter(_Body):
-    """A condition on declared fields."""
+class FieldIn(_Body):
+    """The field has one of these values; for a list, one of its elements has."""
 
-    equals: FieldEquals
+    field: str
+    values: list[FieldValue]
+
+
+class FieldRange(_Body):
+    """The field lies between these ends, of which there is at least one."""
+
+    field: str
+    at_least: FieldValue = None
+    at_most: FieldValue = None
+    above: FieldValue = None
+    below: FieldValue = None
+
+
+class FieldExists(_Body):
+    """The field has a value."""
+
+    field: str
+
+
+class FieldPrefix(_Body):
+    """The text begins with this; for a list, one of its elements does."""
+
+    field: str
+    prefix: str
+
+
+class Filter(_Body):
+    """Exactly one condition. One on a field that has no value doesn't hold, so `not` of it does."""
+
+    equals: FieldEquals | None = None
+    in_: Annotated[FieldIn | None, Field(alias="in")] = None
+    range: FieldRange | None = None
+    exists: FieldExists | None = None
+    prefix: FieldPrefix | None = None
+    all: list[Filter] | None = None
+    any: list[Filter] | None = None
+    not_: Annotated[Filter | None, Field(alias="not")] = None
+    id_in: list[str] | None = None
 
 
 class DeleteRequest(_Body):

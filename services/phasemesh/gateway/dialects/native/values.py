@@ -1,0 +1,40 @@
+"""Values of declared fields in JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Value
+
+from phasemesh.gateway.fields import invalid, json_type
+
+#: Integers beyond it aren't all numbers of a protobuf Value, which are float64.
+_MAX_EXACT_INTEGER = 2**53
+
+
+def read_value(value: Any, path: str) -> Value:
+    """A field's value: text, number, boolean, null, or a list of texts.
+
+    Raises:
+        InvalidArgument: it is something else, or an integer that a float64 can't hold exactly.
+    """
+    if value is None:
+        return Value(null_value=NULL_VALUE)
+    if isinstance(value, bool):
+        return Value(bool_value=value)
+    if isinstance(value, str):
+        return Value(string_value=value)
+    if isinstance(value, int):
+        if abs(value) > _MAX_EXACT_INTEGER:
+            raise invalid(path, "is beyond 2**53, up to which JSON numbers are exact; give it as text")
+        return Value(number_value=value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise invalid(path, "has to be a finite number")
+        return Value(number_value=value)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return Value(list_value=ListValue(values=[Value(string_value=item) for item in value]))
+    raise invalid(
+        path, f"has to be a string, a number, a boolean, null or a list of strings, not {json_type(value)}"
+    )
