@@ -197,6 +197,8 @@ async def test_the_openapi_document(stack: Stack) -> None:
         "/v1/collections/{name}/documents/get",
         "/v1/collections/{name}/documents/count",
         "/v1/collections/{name}/search",
+        "/v1/collections/{name}/rerank",
+        "/v1/collections/{name}/explain",
         "/health",
     }
     schemas = document["components"]["schemas"]
@@ -206,6 +208,9 @@ async def test_the_openapi_document(stack: Stack) -> None:
     assert post["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("EmbeddingsRequest")
     assert {"200", "400", "401", "404", "413", "429", "503"} == set(post["responses"])
     assert len(schemas["EmbeddingsRequest"]["properties"]["input"]["anyOf"]) == 4
+    assert set(schemas["Filter"]["properties"]) == {
+        "equals", "in", "range", "exists", "prefix", "all", "any", "not", "id_in",
+    }  # fmt: skip
 
 
 async def test_replies_are_what_the_document_says(stack: Stack) -> None:
