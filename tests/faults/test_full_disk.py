@@ -1,6 +1,8 @@
 """A full disk below the data root: writes say so, nothing acknowledged is lost, and room is all it takes to go on."""
 
 import asyncio
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +40,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
+def fill(file: Path) -> None:
+    """Take all the room that is left."""
+    with open(file, "wb", buffering=0) as out:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while True:
+                    out.write(bytes(size))
+            except OSError:
+                pass
+
+
 async def test_a_full_disk_refuses_writes_and_loses_nothing(small_disk: Path) -> None:
     rng = np.random.default_rng(5)
     stored = {f"first-{n}": unit(rng, 9) for n in range(20)}
@@ -62,6 +75,27 @@ async def test_a_full_disk_refuses_writes_and_loses_nothing(small_disk: Path) ->
         assert_equal(await search(mesh, "c", query), brute_force(stored, query, 10))
         count = pb.CountDocumentsRequest(collection="c")
         assert (await call(mesh, "CountDocuments", count)).documents == len(stored)
+
+        # To the last byte: what starts again now can't write a thing, and answers all the same.
+        filler = small_disk / "filler"
+        await asyncio.to_thread(fill, filler)
+        for index in (0, 1):
+            victim = mesh.report(f"scorer-{index}").pid
+            os.kill(victim, signal.SIGKILL)
+            await asyncio.to_thread(
+                mesh.wait_until,
+                lambda at=index, pid=victim: mesh.report(f"scorer-{at}").pid != pid,
+                40,
+                "a restart",
+            )
+        assert_equal(await search(mesh, "c", query), brute_force(stored, query, 10))
+        assert mesh.admin("scorer-0", "/readyz")[0] == 200
+        spec = pb.CollectionSpec(name="new", token_dimension=16)
+        with pytest.raises(Unavailable, match="data_dir is full"):
+            await call(mesh, "CreateCollection", pb.CreateCollectionRequest(spec=spec))
+        listed = await call(mesh, "ListCollections", pb.ListCollectionsRequest())
+        assert [one.spec.name for one in listed.collections] == ["c"]
+        filler.unlink()
 
         enlarge = ["mount", "-o", "remount,size=256m", str(small_disk)]
         await asyncio.to_thread(subprocess.run, enlarge, check=True)

@@ -253,7 +253,7 @@ async def _upsert(
 def search(
     query: Annotated[str, typer.Argument(help="What to look for.")],
     collection: CollectionOption = DEFAULT_COLLECTION,
-    k: Annotated[int, typer.Option("--k", "-k", min=1, help="Hits wanted.")] = 5,
+    k: Annotated[int, typer.Option("--k", "-k", min=1, max=2**32 - 1, help="Hits wanted.")] = 5,
     filter_: Annotated[
         str | None,
         typer.Option(

@@ -35,6 +35,7 @@ _TABLE: dict[type[index.IndexFailure], tuple[type[PhasemeshError], str, str]] = 
     index.VersionNotReached: (Aborted, "VERSION_NOT_REACHED", "version"),
     index.WriteConflict: (Aborted, "WRITE_CONFLICT", "collection"),
     # Not RESOURCE_EXHAUSTED, which tells callers to send less: they can't mend it, and may try again later.
+    index.DataMissing: (Unavailable, "DATA_MISSING", "collection"),
     index.StorageFull: (Unavailable, "STORAGE_FULL", ""),
     index.StorageFailure: (Unavailable, "STORAGE_FAILED", ""),
 }

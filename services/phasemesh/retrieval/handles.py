@@ -8,6 +8,7 @@ blocking calls run on threads, and what they raise is mapped.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,11 +23,14 @@ from phasemesh.errors import FailedPrecondition
 from phasemesh.index.catalogue import Catalogue
 from phasemesh.index.commit import StoreOptions
 from phasemesh.index.durability import Durability
+from phasemesh.index.errors import IndexFailure
 from phasemesh.index.spec import CatalogueEntry, CollectionSpec, Version
 from phasemesh.index.store import CollectionStore, StoreStats
 from phasemesh.retrieval.faults import index_faults
 from phasemesh.retrieval.specs import spec_to_wire
 from phasemesh.v1 import retrieval_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -99,6 +103,7 @@ class Collections:
         )
         self._lock = threading.Lock()
         # Whoever works on a store keeps it here even when it is no longer among those kept open.
+        self._opening: dict[tuple[str, str], threading.Lock] = {}
         self._open: WeakValueDictionary[tuple[str, str], CollectionStore] = WeakValueDictionary()
         self._recent: OrderedDict[tuple[str, str], CollectionStore] = OrderedDict()
 
@@ -143,9 +148,19 @@ class Collections:
 
         def read() -> tuple[list[pb.Collection], str | None]:
             entries, further = self._catalogue.list_collections(tenant, page_size=size, after=after)
-            return [describe(self._opened(tenant, entry)) for entry in entries], further
+            return [self._described(tenant, entry) for entry in entries], further
 
         return await self.run(read)
+
+    def _described(self, tenant: str, entry: CatalogueEntry) -> pb.Collection:
+        try:
+            return describe(self._opened(tenant, entry))
+        except (IndexFailure, OSError, RuntimeError) as error:
+            # One whose data can't be read must not hide the others. Its version is missing.
+            _log.error("a collection is listed without its figures: %s", error, extra={"tenant": tenant})
+            wire = pb.Collection(spec=spec_to_wire(entry.spec))
+            wire.create_time.FromNanoseconds(entry.created_unix_ns)
+            return wire
 
     async def delete(self, tenant: str, name: str) -> None:
         """Delete a collection; its data goes after the grace period.
@@ -157,8 +172,9 @@ class Collections:
 
         def remove() -> None:
             entry = self._catalogue.delete(tenant, name)
-            with self._lock:
-                self._recent.pop((tenant, entry.incarnation), None)
+            if entry is not None:
+                with self._lock:
+                    self._recent.pop((tenant, entry.incarnation), None)
 
         await self.commit(remove)
 
@@ -170,9 +186,19 @@ class Collections:
         key = (tenant, entry.incarnation)
         with self._lock:
             store = self._open.get(key)
-            if store is None:
-                store = CollectionStore(self._root, tenant, entry, self._options)
-                self._open[key] = store
+            opening = self._opening.setdefault(key, threading.Lock()) if store is None else None
+        if opening is not None:
+            # One at a time for a collection, and none of the others waits for it.
+            with opening:
+                with self._lock:
+                    store = self._open.get(key)
+                if store is None:
+                    store = CollectionStore(self._root, tenant, entry, self._options)
+                    with self._lock:
+                        self._open[key] = store
+        assert store is not None
+        with self._lock:
+            self._opening.pop(key, None)
             self._recent[key] = store
             self._recent.move_to_end(key)
             while len(self._recent) > KEPT_OPEN:

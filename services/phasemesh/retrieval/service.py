@@ -122,8 +122,11 @@ class RetrievalRuntime:
             await asyncio.to_thread(self._root.mkdir, mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise RetrievalStartError(f"data_dir: {self._root} can't be made: {error.strerror}") from error
-        if not self._writable():
-            raise RetrievalStartError(f"data_dir: {self._root} can't be written; choose another folder")
+        if not await asyncio.to_thread(self._writable):
+            # Reads are worth having without writes: a disk that went read-only, say.
+            _log.error(
+                "data_dir can't be written; collections can be read only", extra={"data_dir": str(self._root)}
+            )
         self._sweeping = asyncio.create_task(self._sweep(), name="sweep of deleted collections")
 
     async def drain(self) -> None:

@@ -14,7 +14,7 @@ from google.protobuf.struct_pb2 import ListValue, Struct, Value
 
 from phasemesh.index.spec import CollectionSpec, FieldType, FieldValue
 
-#: Largest integer up to which a double holds every integer.
+#: Below this every integer is a double of its own; 2⁵³ + 1 is rounded to 2⁵³.
 EXACT_DOUBLE = 2**53
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _INT64 = range(-(2**63), 2**63)
@@ -63,7 +63,7 @@ def value_to_wire(value: FieldValue) -> Value:
         case str():
             return Value(string_value=value)
         case int():
-            exact = -EXACT_DOUBLE <= value <= EXACT_DOUBLE
+            exact = abs(value) < EXACT_DOUBLE
             return Value(number_value=value) if exact else Value(string_value=str(value))
         case float():
             return Value(number_value=value)
@@ -122,8 +122,8 @@ def _integer(wire: Value) -> int:
         raise ValueFault(f"is {wire.number_value}; {_TAKES[FieldType.INT64]}")
     else:
         number = int(wire.number_value)
-        if not -EXACT_DOUBLE <= number <= EXACT_DOUBLE:
-            raise ValueFault(f"is {number}, which a JSON number can't hold exactly; give it as text")
+        if abs(number) >= EXACT_DOUBLE:
+            raise ValueFault(f"is {number}, and JSON numbers are exact below 2**53 only; give it as text")
     if number not in _INT64:
         raise ValueFault(f"is {number}; {_TAKES[FieldType.INT64]}")
     return number

@@ -8,6 +8,7 @@ root or not at all.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import tempfile
@@ -77,6 +78,7 @@ class ScorerRuntime:
         self._now_s = now_s
         self._blas: Any = None
         self._folder_fault = ""
+        self._folder_full = False
         self._folder_checked_s = float("-inf")
         try:
             self._cache = SegmentCache(cache_dir, settings.capacity_bytes)
@@ -116,9 +118,11 @@ class ScorerRuntime:
             ScorerStartError: it can't be written or read.
         """
         fault = await asyncio.to_thread(self._check_folder)
-        if fault:
+        if fault and not self._folder_full:
             await self.close()
             raise ScorerStartError(f"scorer.cache_dir: {fault}")
+        if fault:
+            _log.warning("scorer.cache_dir: %s; segments are held in memory only until there is room", fault)
         if slow_kernel():
             _log.warning(slow_kernel())
         else:
@@ -153,7 +157,8 @@ class ScorerRuntime:
             self._folder_checked_s = now_s
         draining = self._shop.draining
         return Health(
-            ok=not self._folder_fault and not draining,
+            # Without room in the folder it still answers, from memory.
+            ok=(not self._folder_fault or self._folder_full) and not draining,
             detail={
                 "cache_dir": self._folder_fault or "works",
                 "draining": draining,
@@ -170,5 +175,7 @@ class ScorerRuntime:
                 file.write(b"0")
                 file.flush()
         except OSError as error:
+            self._folder_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             return f"{self._cache_dir} can't be written: {error.strerror}"
+        self._folder_full = False
         return ""

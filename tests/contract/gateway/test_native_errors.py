@@ -59,7 +59,7 @@ DOCUMENT: list[tuple[Any, str, str]] = [
     ({"id": "a", "fields": []}, ".fields", "has to be an object of declared fields, not a list"),
     ({"id": "a", "fields": {"lang": {}}}, ".fields.lang", "has to be a string, a number, a boolean, null or"),
     ({"id": "a", "fields": {"lang": [1]}}, ".fields.lang", "has to be a string, a number, a boolean, null or"),
-    ({"id": "a", "fields": {"year": 2**53 + 1}}, ".fields.year", "beyond 2**53"),
+    ({"id": "a", "fields": {"year": 2**53 + 1}}, ".fields.year", "2**53 or beyond"),
     ({"id": "a", "fields": {"author": "x"}}, ".fields", "'author' isn't declared"),
     ({"id": "a", "token_vectors": []}, ".token_vectors", "is an empty list; give at least one token vector"),
     ({"id": "a", "token_vectors": [[]]}, ".token_vectors[0]", "is an empty list; give the numbers"),

@@ -6,6 +6,7 @@ Expected rankings are float64 brute force over what was stored.
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from phasemesh.errors import (
     InvalidArgument,
     NotFound,
     PhasemeshError,
+    Unavailable,
     Unimplemented,
 )
 from phasemesh.rpc.codec import decode_tensor
@@ -317,3 +319,28 @@ async def test_deletion_by_filter(served: Stack, name: str) -> None:
     assert empty.value.reason == "INVALID_FILTER"
     count = await served("CountDocuments", pb.CountDocumentsRequest(collection=name))
     assert count.documents == 6
+
+
+async def test_a_collection_whose_data_is_gone_hides_no_other(served: Stack, name: str) -> None:
+    await served.create(name)
+    await served.upsert(given("a", unit_rows(np.random.default_rng(1), 2)), name=name)
+    found = await served("GetCollection", pb.GetCollectionRequest(collection=name))
+    [data] = served.settings.data_dir.rglob(f"{found.collection.version.incarnation}.lance")
+    # As after a restart: no handle of it is open.
+    collections = served.runtime._collections
+    collections._recent.clear()
+    gc.collect()
+    data.rename(data.with_suffix(".away"))
+    try:
+        with pytest.raises(Unavailable) as missing:
+            await served.search(unit_rows(np.random.default_rng(1), 2), 3, name=name)
+        assert missing.value.reason == "DATA_MISSING"
+        listed = await served("ListCollections", pb.ListCollectionsRequest(page_size=1000))
+        broken = [one for one in listed.collections if one.spec.name == name]
+        assert len(broken) == 1
+        assert not broken[0].HasField("version")
+        assert not data.exists()
+    finally:
+        data.with_suffix(".away").rename(data)
+    count = await served("CountDocuments", pb.CountDocumentsRequest(collection=name))
+    assert count.documents == 1

@@ -12,11 +12,14 @@ from phasemesh.index.errors import (
     CatalogueCorrupt,
     CollectionExists,
     CollectionNotFound,
+    DataMissing,
     InvalidName,
     InvalidSpec,
+    StorageFailure,
     VersionGone,
 )
 from phasemesh.index.spec import (
+    MAX_FIELDS,
     Codec,
     CollectionSpec,
     FieldDeclaration,
@@ -195,8 +198,13 @@ def test_create_and_delete_are_durable_before_they_return(tmp_path: Path) -> Non
     catalogue = Catalogue(tmp_path, sync=log)
     catalogue.create("acme", plain("c"))
     assert log.paths[:2] == [".", "acme"]  # the folders on the way, each through its parent
-    assert log.paths[2].endswith(".tmp")  # the content, before it has its name
-    assert log.paths[3:] == ["acme/_catalogue"]
+    *data, folder, tenant, content, name = log.paths[2:]
+    assert any("/_versions/" in path for path in data)  # the empty dataset, before anything names it
+    assert folder.endswith(".lance")
+    assert all(path.startswith(f"{folder}/") for path in data)
+    assert tenant == "acme"
+    assert content.endswith(".tmp")  # the content, before it has its name
+    assert name == "acme/_catalogue"
     log.paths.clear()
     catalogue.delete("acme", "c")
     assert log.paths == ["acme", "acme/_deleted", "acme/_catalogue"]
@@ -211,9 +219,124 @@ def test_a_damaged_entry_is_named_and_leaves_the_data_alone(tmp_path: Path) -> N
         path.write_bytes(damage)
         with pytest.raises(CatalogueCorrupt, match=path.name):
             catalogue.get("acme", SPEC.name)
-        with pytest.raises(CatalogueCorrupt):
-            catalogue.sweep(2**62)
+        assert catalogue.sweep(2**62) == []
     assert dataset_path(tmp_path, "acme", entry.incarnation).exists()
+
+
+DAMAGE: dict[str, bytes] = {
+    "empty": b"",
+    "cut": b'{"format": 1, "spec": {"name"',
+    "zeros": bytes(100),
+    "deep": b"[" * 100_000,
+    "number": b"1",
+    "later": b'{"format": 2}',
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_a_damaged_entry_hides_no_other_collection(tmp_path: Path, damage: str) -> None:
+    catalogue = Catalogue(tmp_path, grace_s=0.0)
+    for name in ("a", "bad", "c"):
+        catalogue.create("acme", plain(name))
+    folder = tmp_path / "acme" / "_catalogue"
+    (folder / "bad.json").write_bytes(DAMAGE[damage])
+    (folder / "a b.json").write_bytes(b"{}")  # nobody's name
+    (folder / "copy.json").write_bytes((folder / "a.json").read_bytes())
+    (folder / "folder.json").mkdir()
+    names = [entry.spec.name for entry in catalogue.list_collections("acme")[0]]
+    assert names == ["a", "c"]
+    for name in ("bad", "copy", "folder"):
+        with pytest.raises(CatalogueCorrupt, match=name):
+            catalogue.get("acme", name)
+
+
+def test_a_collection_whose_entry_is_damaged_can_be_deleted(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path, grace_s=0.0)
+    kept = catalogue.create("acme", plain("a"))
+    lost = catalogue.create("acme", plain("bad"))
+    (tmp_path / "acme" / "_catalogue" / "bad.json").write_bytes(b"?")
+    assert catalogue.delete("acme", "bad") is None
+    with pytest.raises(CollectionNotFound):
+        catalogue.get("acme", "bad")
+    assert catalogue.sweep(2**62) == [lost.incarnation]  # nobody's, now
+    assert dataset_path(tmp_path, "acme", kept.incarnation).exists()
+    assert list((tmp_path / "acme" / "_deleted").iterdir()) == []
+
+
+def test_young_data_without_an_entry_is_left_alone(tmp_path: Path) -> None:
+    # What another process is about to name.
+    catalogue = Catalogue(tmp_path, grace_s=0.0)
+    entry = catalogue.create("acme", plain("a"))
+    (tmp_path / "acme" / "_catalogue" / "a.json").unlink()
+    data = dataset_path(tmp_path, "acme", entry.incarnation)
+    assert catalogue.sweep(data.stat().st_mtime_ns + 59 * 10**9) == []
+    assert catalogue.sweep(data.stat().st_mtime_ns + 61 * 10**9) == [entry.incarnation]
+
+
+def test_a_collection_that_cannot_be_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = Catalogue(tmp_path)
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for step in ("create_dataset", "put_if_absent"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"phasemesh.index.catalogue.{step}", full)
+            with pytest.raises(OSError, match="No space"):
+                catalogue.create("acme", plain("a"))
+        assert catalogue.list_collections("acme")[0] == []
+        assert list((tmp_path / "acme").glob("*.lance")) == []
+    catalogue.create("acme", plain("a"))
+    with pytest.raises(CollectionExists):
+        catalogue.create("acme", plain("a"))
+    assert len(list((tmp_path / "acme").glob("*.lance"))) == 1
+
+
+def test_data_that_is_gone_is_missing_and_never_made_anew(tmp_path: Path) -> None:
+    entry = Catalogue(tmp_path).create("acme", SPEC)
+    data = dataset_path(tmp_path, "acme", entry.incarnation)
+    data.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataMissing, match="moved or removed"):
+        CollectionStore(tmp_path, "acme", entry, FAST)
+    assert not data.exists()
+    (tmp_path / "elsewhere").rename(data)
+    assert CollectionStore(tmp_path, "acme", entry, FAST).latest().number == 1
+    for manifest in (data / "_versions").iterdir():
+        manifest.write_bytes(b"")
+    with pytest.raises(StorageFailure, match="can't be opened"):
+        CollectionStore(tmp_path, "acme", entry, FAST)
+
+
+def test_a_root_that_is_taken_away_is_no_empty_database(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    catalogue = Catalogue(root)
+    catalogue.create("acme", plain("a"))
+    root.rename(tmp_path / "unmounted")
+    for work in (
+        lambda: catalogue.list_collections("acme"),
+        lambda: catalogue.get("acme", "a"),
+        lambda: catalogue.create("acme", plain("b")),
+    ):
+        with pytest.raises(StorageFailure, match="data_dir is gone"):
+            work()
+    assert not root.exists()
+    root.mkdir()  # the bare mount point
+    for work in (lambda: catalogue.list_collections("acme"), lambda: catalogue.create("acme", plain("b"))):
+        with pytest.raises(StorageFailure, match="another folder"):
+            work()
+    root.rmdir()
+    (tmp_path / "unmounted").rename(root)
+    assert [entry.spec.name for entry in catalogue.list_collections("acme")[0]] == ["a"]
+
+
+def test_so_many_fields_are_refused() -> None:
+    fields = tuple(FieldDeclaration(f"f{n}", FieldType.INT64) for n in range(MAX_FIELDS + 1))
+    CollectionSpec("c", "", "", 8, fields=fields[1:])
+    with pytest.raises(InvalidSpec, match="at most 256"):
+        CollectionSpec("c", "", "", 8, fields=fields)
 
 
 @pytest.mark.parametrize("name", ["", "1st", "a-b", "a.b", "é", "a" * 129, "_x", "a\n"])

@@ -132,12 +132,3 @@ def test_a_restart_finds_everything(tmp_path: Path) -> None:
     assert again.latest() == version
     assert again.fragments(version) == store.fragments(version)
     assert_same(again.get(["a"], version, EVERYTHING)[0][0], make_document("a"))
-
-
-def test_a_dataset_left_half_made_is_made_whole(tmp_path: Path) -> None:
-    entry = Catalogue(tmp_path).create("acme", SPEC)
-    folder = dataset_path(tmp_path, "acme", entry.incarnation) / "_versions"
-    folder.mkdir(parents=True)
-    (folder / "18446744073709551614.manifest#1").write_bytes(b"half")
-    store = CollectionStore(tmp_path, "acme", entry, FAST)
-    assert store.count(store.upsert([make_document("a")]).version) == 1

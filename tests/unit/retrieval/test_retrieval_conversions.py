@@ -230,3 +230,14 @@ def test_a_medium_that_refuses_is_named_and_paths_are_not(cause, reason, words):
 def test_a_bug_is_not_taken_for_a_failed_medium():
     with pytest.raises(RuntimeError, match="no such thing"), index_faults():
         raise RuntimeError("no such thing")
+
+
+@pytest.mark.parametrize("number", [2**53, 2**53 + 2, -(2**53), 2.0**60, 1e300])
+def test_numbers_that_may_have_been_rounded_are_refused_and_taken_as_text(number: float) -> None:
+    # 2**53 + 1 arrives as 2**53.
+    with pytest.raises(ValueFault, match="give it as text"):
+        value_from_wire(Value(number_value=number), FieldType.INT64)
+    assert value_from_wire(Value(number_value=2**53 - 1), FieldType.INT64) == 2**53 - 1
+    for exact in (2**53, 2**53 + 1, -(2**53) - 1, 2**63 - 1):
+        assert value_from_wire(Value(string_value=str(exact)), FieldType.INT64) == exact
+        assert value_to_wire(exact) == Value(string_value=str(exact))

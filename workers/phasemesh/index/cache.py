@@ -20,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -143,8 +143,8 @@ class SegmentCache:
         self._residents: OrderedDict[SegmentKey, _Resident] = OrderedDict()
         self._resident_bytes = 0
         self._loading: dict[SegmentKey, Future[Segment]] = {}
-        # Inode and size of files whose checksum this process has seen to be right: files are write-once.
-        self._verified: dict[SegmentKey, tuple[int, int]] = {}
+        # Files whose checksum this process has seen to be right, by what changes when they are written to.
+        self._verified: dict[SegmentKey, tuple[int, ...]] = {}
         self._counters = CacheCounters()
         self._closed = False
         for leftover in folder.glob(f"*{SUFFIX}.*.tmp"):
@@ -168,10 +168,12 @@ class SegmentCache:
     def size(self) -> CacheSize:
         """How full it is; reads the folder."""
         cached = 0
-        with os.scandir(self._folder) as entries:
+        # The folder, or a file of it, may be gone by now: then it takes no room.
+        with suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
                 if entry.name.endswith(SUFFIX):
-                    cached += entry.stat().st_size
+                    with suppress(FileNotFoundError):
+                        cached += entry.stat().st_size
         with self._guard:
             return CacheSize(self._resident_bytes, len(self._residents), self._capacity, cached)
 
@@ -288,7 +290,7 @@ class SegmentCache:
         path = self._folder / key.file_name
         try:
             stat = path.stat()
-            identity = (stat.st_ino, stat.st_size)
+            identity = _identity(stat)
             segment = open_segment(path, key, verify=self._verified.get(key) != identity)
         except FileNotFoundError:
             return None
@@ -327,13 +329,17 @@ class SegmentCache:
             with self._guard:
                 self._count(write_failures=1)
             return segment
-        self._verified[key] = (stat.st_ino, stat.st_size)
+        self._verified[key] = _identity(stat)
         return mapped
 
     def _count(self, **increments: int) -> None:
         """Adds to the counters; the caller holds the guard."""
         totals = {name: getattr(self._counters, name) + count for name, count in increments.items()}
         self._counters = replace(self._counters, **totals)
+
+
+def _identity(stat: os.stat_result) -> tuple[int, ...]:
+    return (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _answer(item: _Held | Exception | None) -> Leased:

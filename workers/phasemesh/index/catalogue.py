@@ -12,6 +12,7 @@ the same name has another one and can't reach the old data, nor satisfy an old v
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -21,9 +22,19 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from phasemesh.index.durability import Sync, make_folder, put_if_absent, sync_path
-from phasemesh.index.errors import CatalogueCorrupt, CollectionExists, CollectionNotFound, InvalidSpec
+from phasemesh.index.durability import Sync, make_folder, put_if_absent, sync_all, sync_path
+from phasemesh.index.errors import (
+    CatalogueCorrupt,
+    CollectionExists,
+    CollectionNotFound,
+    InvalidName,
+    InvalidSpec,
+    StorageFailure,
+)
+from phasemesh.index.history import create_dataset
 from phasemesh.index.names import check_collection_name, check_tenant
+from phasemesh.index.reading import referenced_files
+from phasemesh.index.schema import arrow_schema
 from phasemesh.index.spec import (
     CatalogueEntry,
     Codec,
@@ -39,6 +50,10 @@ _FORMAT = 1
 _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _TOMBSTONE = re.compile(r"(\d{20})-[0-9a-f]{16}\.json", re.ASCII)
 _NS_PER_S = 1_000_000_000
+#: Age up to which data without an entry is left alone, however short the grace period.
+_UNNAMED_NS = 60 * _NS_PER_S
+
+_log = logging.getLogger(__name__)
 
 
 def dataset_path(root: Path, tenant: str, incarnation: str) -> Path:
@@ -74,21 +89,42 @@ class Catalogue:
         self._grace_ns = int(grace_s * _NS_PER_S)
         self._now_unix_ns = now_unix_ns
         self._sync = sync
+        self._identity: tuple[int, int] | None = None
+        if root.is_dir():
+            self._check_root()
 
     def create(self, tenant: str, spec: CollectionSpec) -> CatalogueEntry:
-        """Create a collection; durable on return.
+        """Create a collection with its empty dataset; durable on return.
+
+        The dataset comes first: whoever finds the entry finds the data, and data that isn't there later is
+        missing, not new. What a process that dies in between leaves is swept as nobody's.
 
         Raises:
             InvalidName: The tenant or the name can't name a file.
             CollectionExists: There is one of this name.
+            StorageFailure: The data root isn't there any more.
+            OSError: The medium refuses; nothing is left behind.
         """
         path = self._entry_path(tenant, spec.name)
+        if self._identity is None:
+            make_folder(self._root, self._sync)
+        self._check_root()
+        if path.exists():
+            raise CollectionExists(f"collection: {spec.name!r} exists already")
         make_folder(path.parent, self._sync)
         entry = CatalogueEntry(spec, secrets.token_hex(16), self._now_unix_ns())
+        data = dataset_path(self._root, tenant, entry.incarnation)
         try:
+            made = create_dataset(data, arrow_schema(spec))
+            sync_all(referenced_files(made), self._sync)
+            for folder in (data, data.parent):
+                self._sync(folder)
             put_if_absent(path, _encode(entry), self._sync)
-        except FileExistsError:
-            raise CollectionExists(f"collection: {spec.name!r} exists already") from None
+        except BaseException as error:
+            shutil.rmtree(data, ignore_errors=True)
+            if isinstance(error, FileExistsError):
+                raise CollectionExists(f"collection: {spec.name!r} exists already") from None
+            raise
         return entry
 
     def get(self, tenant: str, name: str) -> CatalogueEntry:
@@ -103,6 +139,7 @@ class Catalogue:
         try:
             return _decode(path)
         except FileNotFoundError:
+            self._check_root()
             raise CollectionNotFound(f"collection: there is no {name!r}") from None
 
     def list_collections(
@@ -119,9 +156,11 @@ class Catalogue:
             The entries, and `after` for the next page or None at the end. Pages stay in order and miss
             nothing that is there throughout, whatever is created or deleted between them.
 
+        An entry that can't be read is left out and logged: it must not hide the others.
+
         Raises:
             InvalidName: The tenant can't name a folder.
-            CatalogueCorrupt: An entry can't be read.
+            StorageFailure: The data root isn't there any more.
         """
         if page_size < 1:
             raise ValueError(f"page_size: {page_size} isn't positive")
@@ -134,10 +173,15 @@ class Catalogue:
                 entries.append(_decode(self._entry_path(tenant, name)))
             except FileNotFoundError:  # deleted since the folder was read
                 continue
+            except CatalogueCorrupt as error:
+                _log.error("a collection is left out of the list: %s", error, extra={"tenant": tenant})
         return entries, None
 
-    def delete(self, tenant: str, name: str) -> CatalogueEntry:
+    def delete(self, tenant: str, name: str) -> CatalogueEntry | None:
         """Delete a collection: the entry now and durably, the data by a later `sweep`.
+
+        Returns:
+            What was deleted; None where its entry can't be read. The data of such a one is nobody's.
 
         Raises:
             InvalidName: The tenant or the name can't name a file.
@@ -157,7 +201,11 @@ class Catalogue:
             raise CollectionNotFound(f"collection: there is no {name!r}") from None
         self._sync(graves)
         self._sync(path.parent)
-        return _decode(grave)
+        try:
+            return _decode(grave, name)
+        except CatalogueCorrupt as error:
+            _log.warning("a collection was deleted whose entry can't be read: %s", error)
+            return None
 
     def sweep(self, now_unix_ns: int | None = None) -> list[str]:
         """Remove the data of collections that were deleted longer ago than the grace period.
@@ -172,26 +220,44 @@ class Catalogue:
         removed: list[str] = []
         for tenant in self._tenants():
             folder = self._root / tenant
-            # Before the entries: a dataset is made after its entry, so one listed here without an entry
-            # below was deleted, not about to be born.
             datasets = [path for path in folder.glob("*.lance") if _INCARNATION.fullmatch(path.stem)]
-            live = {_decode(self._entry_path(tenant, name)).incarnation for name in self._names(tenant)}
+            # While an entry can't be read, any data may be that collection's.
+            named: set[str] | None = set()
+            for name in self._names(tenant):
+                try:
+                    live = _decode(self._entry_path(tenant, name)).incarnation
+                except FileNotFoundError:  # deleted since the folder was read: it has a grave by now
+                    continue
+                except CatalogueCorrupt as error:
+                    _log.error("unnamed data is kept while an entry can't be read: %s", error)
+                    named = None
+                    break
+                if named is not None:
+                    named.add(live)
             waiting = set()
             for grave in sorted((folder / "_deleted").glob("*.json")):
                 match = _TOMBSTONE.fullmatch(grave.name)
                 if match is None:
                     continue
-                incarnation = _decode(grave).incarnation
-                if now - int(match[1]) < self._grace_ns:
+                over = now - int(match[1]) >= self._grace_ns
+                try:
+                    incarnation = _decode(grave, None).incarnation
+                except CatalogueCorrupt as error:
+                    _log.error("a deletion can't be read and is forgotten once it is old: %s", error)
+                    if over:
+                        grave.unlink(missing_ok=True)
+                    continue
+                if not over:
                     waiting.add(incarnation)
                     continue
                 shutil.rmtree(dataset_path(self._root, tenant, incarnation), ignore_errors=True)
                 grave.unlink(missing_ok=True)
                 removed.append(incarnation)
-            for path in datasets:
-                if path.stem in live | waiting or not path.exists():
+            for path in datasets if named is not None else []:
+                if path.stem in (named or set()) | waiting or not path.exists():
                     continue
-                if now - path.stat().st_mtime_ns >= self._grace_ns:
+                # Data is made before its entry: what is young may be about to be named.
+                if now - path.stat().st_mtime_ns >= max(self._grace_ns, _UNNAMED_NS):
                     shutil.rmtree(path, ignore_errors=True)
                     removed.append(path.stem)
         return removed
@@ -202,9 +268,29 @@ class Catalogue:
     def _names(self, tenant: str) -> list[str]:
         folder = self._root / check_tenant(tenant) / "_catalogue"
         try:
-            return [name.removesuffix(".json") for name in os.listdir(folder) if name.endswith(".json")]
+            files = os.listdir(folder)
         except FileNotFoundError:
+            self._check_root()
             return []
+        names = [name.removesuffix(".json") for name in files if name.endswith(".json")]
+        return [name for name in names if _is_name(name)]
+
+    def _check_root(self) -> None:
+        """Raises StorageFailure where the data root isn't the folder that it was.
+
+        A disk that is taken away leaves its mount point, or nothing: neither is an empty database.
+        """
+        try:
+            stat = self._root.stat()
+        except FileNotFoundError:
+            raise StorageFailure("data_dir is gone; mount its disk or put it back, then try again") from None
+        identity = (stat.st_dev, stat.st_ino)
+        if self._identity is None:
+            self._identity = identity
+        elif identity != self._identity:
+            raise StorageFailure(
+                "data_dir is another folder than when this process began; if that is meant, start it again"
+            )
 
     def _entry_path(self, tenant: str, name: str) -> Path:
         return self._root / check_tenant(tenant) / "_catalogue" / f"{check_collection_name(name)}.json"
@@ -215,12 +301,23 @@ def _encode(entry: CatalogueEntry) -> bytes:
     return json.dumps(body, indent=1, sort_keys=True, ensure_ascii=True).encode() + b"\n"
 
 
-def _decode(path: Path) -> CatalogueEntry:
+def _is_name(name: str) -> bool:
+    try:
+        check_collection_name(name)
+    except InvalidName:
+        return False
+    return True
+
+
+def _decode(path: Path, name: str | None = "") -> CatalogueEntry:
+    """An entry; `name` is the collection's, "" where the file has it, None for any."""
     try:
         body = json.loads(path.read_bytes())
         if body["format"] != _FORMAT:
             raise ValueError(f"format {body['format']} is not {_FORMAT}")
         spec = dict(body["spec"])
+        if name is not None and spec["name"] != (name or path.stem):
+            raise ValueError(f"it is of {str(spec['name'])[:128]!r}")
         spec["fields"] = tuple(
             FieldDeclaration(declared["name"], FieldType(declared["type"])) for declared in spec["fields"]
         )
@@ -230,5 +327,5 @@ def _decode(path: Path) -> CatalogueEntry:
         if not _INCARNATION.fullmatch(body["incarnation"]):
             raise ValueError("the incarnation isn't 32 hexadecimal digits")
         return CatalogueEntry(CollectionSpec(**spec), body["incarnation"], int(body["created_unix_ns"]))
-    except (ValueError, KeyError, TypeError, InvalidSpec) as error:
+    except (ValueError, KeyError, TypeError, InvalidSpec, RecursionError, IsADirectoryError) as error:
         raise CatalogueCorrupt(f"catalogue entry {path.name} can't be read: {error}") from error

@@ -55,6 +55,10 @@ class StorageFailure(IndexFailure):
     """The medium refused: an input or output error, a folder that is gone or may not be touched."""
 
 
+class DataMissing(StorageFailure):
+    """The catalogue has the collection, and its data isn't there."""
+
+
 class StorageFull(StorageFailure):
     """The medium has no room left; what was acknowledged before is there."""
 

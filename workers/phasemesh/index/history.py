@@ -9,14 +9,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import lance
 import pyarrow as pa
 
-from phasemesh.index.errors import VersionGone, VersionNotReached
+from phasemesh.index.errors import (
+    DataMissing,
+    StorageFailure,
+    VersionGone,
+    VersionNotReached,
+    storage_failure,
+)
 from phasemesh.index.spec import Version
 
 # File format of the data, named so that a newer pylance can't change it under collections that exist.
@@ -26,31 +31,42 @@ _METADATA_CACHE_BYTES = 64 << 20
 _INDEX_CACHE_BYTES = 16 << 20
 
 
-def create_dataset(path: Path, schema: pa.Schema) -> None:
-    """Make an empty dataset with stable row ids, unless there is one."""
-    # Another process may make it first, or the medium refuse; opening it tells which.
-    with suppress(OSError):
-        lance.write_dataset(
-            schema.empty_table(),
-            str(path),
-            schema=schema,
-            mode="create",
-            enable_stable_row_ids=True,
-            data_storage_version=_STORAGE_VERSION,
-        )
+def create_dataset(path: Path, schema: pa.Schema) -> lance.LanceDataset:
+    """Make an empty dataset with stable row ids.
+
+    Raises:
+        OSError: There is one, or the medium refuses.
+    """
+    return lance.write_dataset(
+        schema.empty_table(),
+        str(path),
+        schema=schema,
+        mode="create",
+        enable_stable_row_ids=True,
+        data_storage_version=_STORAGE_VERSION,
+    )
 
 
 def open_dataset(path: Path) -> lance.LanceDataset:
-    """Open a dataset at its newest version.
+    """Open a dataset at its newest version. Never makes one: data that is gone must not look like none.
 
     Raises:
-        ValueError, OSError: There is none, or it can't be read.
+        DataMissing: There is none.
+        StorageFailure: It can't be read.
     """
-    return lance.dataset(
-        str(path),
-        metadata_cache_size_bytes=_METADATA_CACHE_BYTES,
-        index_cache_size_bytes=_INDEX_CACHE_BYTES,
-    )
+    if not path.is_dir():
+        raise DataMissing(
+            "the collection's data isn't in data_dir: it was moved or removed, or its disk isn't mounted"
+        )
+    try:
+        return lance.dataset(
+            str(path),
+            metadata_cache_size_bytes=_METADATA_CACHE_BYTES,
+            index_cache_size_bytes=_INDEX_CACHE_BYTES,
+        )
+    except (ValueError, OSError, RuntimeError) as error:
+        failure = storage_failure(error) if not isinstance(error, ValueError) else None
+        raise failure or StorageFailure("the collection's data can't be opened; it is damaged") from error
 
 
 class History:

@@ -129,7 +129,7 @@ def open_segment(path: Path, key: SegmentKey, *, verify: bool = True) -> Segment
         arrays = _views(header, np.frombuffer(mapped, np.uint8)[8 + length :])
         found = dict(header["__metadata__"])
         expected = found.pop("sha256")
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise SegmentDamaged(f"{path.name}: its header makes no sense ({error})") from error
     if found != key.metadata():
         raise SegmentDamaged(f"{path.name}: was made for {found}, not {key.metadata()}")

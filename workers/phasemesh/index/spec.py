@@ -25,6 +25,8 @@ _FIELD_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,127}", re.ASCII)
 
 #: Widest token or dense vector; beyond any known model, small enough that one row can't exhaust memory.
 MAX_DIM = 65_536
+#: Most declared fields: each is a column of its own in every file of the data.
+MAX_FIELDS = 256
 
 
 class FieldType(StrEnum):
@@ -108,6 +110,8 @@ class CollectionSpec:
     def __post_init__(self) -> None:
         if not 1 <= self.token_dim <= MAX_DIM:
             raise InvalidSpec(f"token_dim: {self.token_dim} isn't between 1 and {MAX_DIM}")
+        if len(self.fields) > MAX_FIELDS:
+            raise InvalidSpec(f"fields: there are {len(self.fields)}, at most {MAX_FIELDS} are taken")
         if not 0 <= self.dense_dim <= MAX_DIM:
             raise InvalidSpec(f"dense_dim: {self.dense_dim} isn't between 0 (none) and {MAX_DIM}")
         # Lance resolves column names without regard to case, so two such names would be one column.

@@ -20,9 +20,9 @@ from phasemesh.index import reading
 from phasemesh.index.catalogue import dataset_path
 from phasemesh.index.checks import check_document
 from phasemesh.index.commit import Committer, StoreOptions, cut_by_tokens
-from phasemesh.index.durability import Sync, make_folder, sync_path
+from phasemesh.index.durability import Sync, sync_path
 from phasemesh.index.filters import Condition, check_filter, columns_of, evaluate, ids_sql
-from phasemesh.index.history import History, create_dataset, open_dataset
+from phasemesh.index.history import History, open_dataset
 from phasemesh.index.reading import RowMask
 from phasemesh.index.schema import (
     CHUNK_OFFSETS,
@@ -31,7 +31,6 @@ from phasemesh.index.schema import (
     TOKENS,
     Part,
     TokenRows,
-    arrow_schema,
     part_columns,
     table_to_documents,
     table_to_token_rows,
@@ -106,10 +105,14 @@ class CollectionStore:
     Args:
         root: Data root, on a local file system.
         tenant: Whose collection.
-        entry: The collection as the catalogue has it. Its dataset is made if it isn't there yet.
+        entry: The collection as the catalogue has it, which made its dataset.
         options: How to write and read.
         sync: Forces a file or folder to the medium.
         monotonic_s: Clock for `refresh_ms`, in seconds.
+
+    Raises:
+        DataMissing: The dataset isn't there.
+        StorageFailure: It can't be opened.
     """
 
     def __init__(
@@ -126,14 +129,7 @@ class CollectionStore:
         path = dataset_path(root, tenant, entry.incarnation)
         self._entry = entry
         self._options = options
-        try:
-            dataset = open_dataset(path)
-        except (ValueError, OSError):
-            # Not there, or left half made by a process that died: making it refuses if a version exists.
-            make_folder(path.parent, sync)
-            create_dataset(path, arrow_schema(entry.spec))
-            dataset = open_dataset(path)
-            sync(path.parent)
+        dataset = open_dataset(path)
         self._history = History(dataset, entry.incarnation, options.refresh_ms, monotonic_s)
         self._committer = Committer(path, entry.spec, self._history, options, sync)
         self._committer.make_durable(dataset)

@@ -9,8 +9,8 @@ from google.protobuf.struct_pb2 import NULL_VALUE, ListValue, Value
 
 from phasemesh.gateway.fields import invalid, json_type
 
-#: Integers beyond it aren't all numbers of a protobuf Value, which are float64.
-_MAX_EXACT_INTEGER = 2**53
+#: Numbers of a protobuf Value are float64, and below this every integer is one of its own.
+_EXACT_BELOW = 2**53
 
 
 def read_value(value: Any, path: str) -> Value:
@@ -26,8 +26,8 @@ def read_value(value: Any, path: str) -> Value:
     if isinstance(value, str):
         return Value(string_value=value)
     if isinstance(value, int):
-        if abs(value) > _MAX_EXACT_INTEGER:
-            raise invalid(path, "is beyond 2**53, up to which JSON numbers are exact; give it as text")
+        if abs(value) >= _EXACT_BELOW:
+            raise invalid(path, "is 2**53 or beyond, where JSON numbers aren't exact; give it as text")
         return Value(number_value=value)
     if isinstance(value, float):
         if not math.isfinite(value):
