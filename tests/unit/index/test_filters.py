@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phasemesh.index import store as store_module
+from phasemesh.index.catalogue import Catalogue
 from phasemesh.index.errors import FilterError
 from phasemesh.index.filters import (
     MAX_DEPTH,
@@ -30,7 +32,7 @@ from phasemesh.index.filters import (
 )
 from phasemesh.index.spec import StoredDocument, Version
 from phasemesh.index.store import CollectionStore
-from tests.unit.index.documents import FAST, make_document, open_store
+from tests.unit.index.documents import FAST, SPEC, make_document, open_store
 
 WHEN = datetime(2024, 2, 3, 4, 5, 6, 789012, tzinfo=timezone(timedelta(hours=2)))
 VALUES: dict[str, list[Any]] = {
@@ -200,15 +202,36 @@ def test_deletion_by_filter_deletes_what_meets_it_and_nothing_else(condition: Co
         assert (deleted.version == own.version) == (not gone)
 
 
-def test_many_documents_are_deleted_in_several_commits(
+def test_deletion_by_filter_is_one_commit(tmp_path: Path) -> None:
+    own = Material(tmp_path)
+    deleted = own.store.delete_where(Exists("bool"))
+    assert deleted.deleted == sum(document.fields["bool"] is not None for document in own.live) > 20
+    assert deleted.version.number == own.version.number + 1
+
+
+def test_a_document_that_is_replaced_while_it_is_to_go_is_judged_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phasemesh.index.store.DELETE_IDS", 10)
-    own = Material(tmp_path)
-    before = own.version.number
-    deleted = own.store.delete_where(Exists("bool"))
-    assert deleted.deleted == sum(document.fields["bool"] is not None for document in own.live)
-    assert deleted.version.number - before == -(-deleted.deleted // 10)
+    store = open_store(tmp_path)
+    store.upsert([make_document("stays", int64=1), make_document("goes", int64=1)])
+    other = CollectionStore(tmp_path, "acme", Catalogue(tmp_path).get("acme", SPEC.name), FAST)
+    judged = []
+    honest = store_module.evaluate
+
+    def meddled(*args: Any) -> Any:
+        mask = honest(*args)
+        judged.append(int(mask.sum()))
+        if len(judged) == 1:  # between the look and the commit
+            other.upsert([make_document("stays", int64=2), make_document("new", int64=1)])
+        return mask
+
+    monkeypatch.setattr(store_module, "evaluate", meddled)
+    deleted = store.delete_where(Equals("int64", 1))
+    left, _ = store.get(["stays", "goes", "new"], deleted.version)
+    assert [document.id for document in left][:1] == ["stays"]
+    assert "goes" not in [document.id for document in left]
+    assert left[0].fields["int64"] == 2
+    assert len(judged) >= 2
 
 
 def nested(depth: int) -> Condition:

@@ -8,13 +8,16 @@ succeeding.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import lance
+import pyarrow as pa
 
 from phasemesh.index.durability import Durability, Sync, sync_all
 from phasemesh.index.errors import WriteConflict
@@ -125,6 +128,33 @@ class Committer:
         with self._lock:
             return self._commit(delete)
 
+    def delete_matching(self, matching: Callable[[lance.LanceDataset], list[str]]) -> tuple[Version, int]:
+        """Delete the documents that `matching` finds, in one commit; none if it finds none.
+
+        It is asked at the newest version, and again after a commit that touched one of them: a document that
+        was replaced by one that it wouldn't find must not go.
+
+        Returns:
+            The first version without them, and how many went.
+
+        Raises:
+            WriteConflict: Other commits to the same documents kept coming in between.
+            OSError: The medium refused.
+        """
+        until_s = time.monotonic() + self._options.conflict_timeout_s
+        with self._lock:
+            for retries_left in reversed(range(self._options.conflict_retries + 1)):
+                head = self._history.head(refresh=True)
+                ids = matching(head)
+                if not ids:
+                    return self._history.version_of(head), 0
+                try:
+                    return self._commit(partial(_delete_ids, ids=ids), head), len(ids)
+                except WriteConflict:
+                    if not retries_left or time.monotonic() > until_s:
+                        raise
+        raise AssertionError("the last attempt returns or raises")
+
     def make_durable(self, dataset: lance.LanceDataset) -> None:
         """Force out all that a version refers to, if writes are to survive a power cut.
 
@@ -168,9 +198,12 @@ class Committer:
             for turn in turns:
                 turn.version = version
 
-    def _commit(self, write: Callable[[lance.LanceDataset], None]) -> Version:
+    def _commit(
+        self, write: Callable[[lance.LanceDataset], None], head: lance.LanceDataset | None = None
+    ) -> Version:
         # A handle of its own: a commit moves its handle on, and readers hold the head's.
-        head = self._history.head()
+        if head is None:
+            head = self._history.head()
         handle = head.checkout_version(head.version)
         try:
             write(handle)
@@ -181,6 +214,12 @@ class Committer:
         self.make_durable(handle)
         self._history.advance(handle)
         return self._history.version_of(handle)
+
+
+def _delete_ids(handle: lance.LanceDataset, ids: list[str]) -> None:
+    # A join with a table of ids: of 100,000 it takes 0.1 s, where a predicate that lists them takes 2 s.
+    source = pa.table({ID: pa.array(ids, pa.string())}, schema=pa.schema([handle.schema.field(ID)]))
+    handle.merge_insert(ID).when_matched_delete().conflict_retries(0).execute(source)
 
 
 def cut_by_tokens(documents: Sequence[StoredDocument], target_tokens: int) -> Iterator[list[StoredDocument]]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import lance
 import numpy as np
 import pyarrow as pa
 
@@ -37,8 +38,6 @@ from phasemesh.index.schema import (
 )
 from phasemesh.index.spec import CatalogueEntry, CollectionSpec, FragmentRef, StoredDocument, Version
 
-#: Most documents that a deletion by filter takes in one commit.
-DELETE_IDS = 10_000
 #: What a read of documents returns unless told otherwise.
 TEXT_AND_FIELDS = frozenset({Part.TEXT, Part.FIELDS})
 
@@ -226,29 +225,28 @@ class CollectionStore:
         return Deleted(version, len(present), missing)
 
     def delete_where(self, condition: Condition) -> Deleted:
-        """Delete the documents that meet a filter now.
+        """Delete the documents that meet a filter, in one commit; none if no document does.
 
-        What meets it is settled first, at the newest version; a document that another writer changes in
-        between is deleted all the same, one that begins to meet it isn't. Beyond `DELETE_IDS` documents there
-        are several commits, so that readers may see some of them gone before others.
+        Which ones is decided on the newest version there is. One that another process stores meanwhile stays;
+        if one that was to go is replaced meanwhile, all is decided anew.
 
         Raises:
             FilterError: The filter doesn't fit the collection.
-            WriteConflict: Other commits kept coming in between; some of the documents may be gone.
+            WriteConflict: Other commits to the same documents kept coming in between.
             OSError: The medium refused.
         """
         spec = self._entry.spec
         check_filter(spec, condition)
-        seen = self.latest(refresh=True)
-        ids: list[str] = []
         columns = list(dict.fromkeys([ID, *columns_of(condition)]))
-        for batch in self._history.at(seen).scanner(columns=columns).to_batches():
-            ids += batch.column(ID).filter(pa.array(evaluate(spec, condition, batch))).to_pylist()
-        deleted = Deleted(seen, 0, ())
-        for begin in range(0, len(ids), DELETE_IDS):
-            done = self.delete(ids[begin : begin + DELETE_IDS])
-            deleted = Deleted(done.version, deleted.deleted + done.deleted, ())
-        return deleted
+
+        def matching(dataset: lance.LanceDataset) -> list[str]:
+            ids: list[str] = []
+            for batch in dataset.scanner(columns=columns).to_batches():
+                ids += batch.column(ID).filter(pa.array(evaluate(spec, condition, batch))).to_pylist()
+            return ids
+
+        version, deleted = self._committer.delete_matching(matching)
+        return Deleted(version, deleted, ())
 
     # Reads
 

@@ -1026,8 +1026,8 @@ class DeleteDocumentsRequest(_message.Message):
 
     @_builtins.property
     def filter(self) -> Global___Filter:
-        """Documents to delete, by condition. Exactly one of `ids` and `filter` is given. Those that meet it as the call
-        begins are deleted, in commits of at most 10,000.
+        """Documents to delete, by condition, in one commit. Exactly one of `ids` and `filter` is given. If one that meets
+        it is replaced meanwhile, what meets it is found anew.
         """
 
     def __init__(
