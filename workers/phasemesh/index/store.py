@@ -17,9 +17,13 @@ from phasemesh.index import reading
 from phasemesh.index.catalogue import dataset_path
 from phasemesh.index.checks import check_document
 from phasemesh.index.commit import Committer, StoreOptions, cut_by_tokens
+from phasemesh.index.compaction import physical_tokens
 from phasemesh.index.durability import Sync, make_folder, sync_path
 from phasemesh.index.filters import EqualityFilter, equality_sql, ids_sql
 from phasemesh.index.history import History, create_dataset, open_dataset
+from phasemesh.index.leases import FileLease
+from phasemesh.index.listing import Listed, ListPosition, any_from, list_page
+from phasemesh.index.maintenance import Maintenance
 from phasemesh.index.reading import RowMask
 from phasemesh.index.schema import (
     CHUNK_OFFSETS,
@@ -90,6 +94,7 @@ class CollectionStore:
         options: How to write and read.
         sync: Forces a file or folder to the medium.
         monotonic_s: Clock for `refresh_ms`, in seconds.
+        committed: Told after every commit of documents by this process; must return at once.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class CollectionStore:
         *,
         sync: Sync = sync_path,
         monotonic_s: Callable[[], float] = time.monotonic,
+        committed: Callable[[], None] | None = None,
     ) -> None:
         options = options or StoreOptions()
         path = dataset_path(root, tenant, entry.incarnation)
@@ -115,9 +121,15 @@ class CollectionStore:
             dataset = open_dataset(path)
             sync(path.parent)
         self._history = History(dataset, entry.incarnation, options.refresh_ms, monotonic_s)
-        self._committer = Committer(path, entry.spec, self._history, options, sync)
+        self._committer = Committer(
+            path, entry.spec, self._history, options, sync,
+            gate=FileLease(path / "commits.lock"), committed=committed,
+        )  # fmt: skip
         self._committer.make_durable(dataset)
         self._file_tokens: dict[str, int] = {}
+        self.maintenance = Maintenance(
+            self._history, self._committer, options, FileLease(path / "writer.lease"), self._file_tokens, sync
+        )
 
     @property
     def spec(self) -> CollectionSpec:
@@ -237,8 +249,33 @@ class CollectionStore:
             VersionGone: There is no such version.
             FilterError: The filter names an undeclared field or a value of another type.
         """
-        predicate = equality_sql(self._entry.spec, equals or {})
-        return int(self._history.at(version).count_rows(predicate))
+        return int(self._history.at(version).count_rows(self._predicate(equals)))
+
+    def list_page(
+        self,
+        version: Version,
+        start: ListPosition,
+        limit: int,
+        parts: frozenset[Part] = TEXT_AND_FIELDS,
+        equals: EqualityFilter | None = None,
+    ) -> list[Listed]:
+        """Up to `limit` documents that meet the filter, from a place on, in the order of storage.
+
+        Raises:
+            VersionGone: There is no such version.
+            FilterError: The filter names an undeclared field or a value of another type.
+        """
+        dataset = self._history.at(version)
+        return list_page(self._entry.spec, dataset, self._predicate(equals), start, limit, parts)
+
+    def any_from(self, version: Version, start: ListPosition, equals: EqualityFilter | None = None) -> bool:
+        """Whether a page from there would hold a document.
+
+        Raises:
+            VersionGone: There is no such version.
+            FilterError: The filter names an undeclared field or a value of another type.
+        """
+        return any_from(self._history.at(version), self._predicate(equals), start)
 
     def stats(self, version: Version) -> StoreStats:
         """Live documents, their token vectors, and fragments.
@@ -261,10 +298,7 @@ class CollectionStore:
         refs = []
         for fragment in dataset.get_fragments():
             key = reading.token_file(dataset, fragment)
-            if key not in self._file_tokens:
-                counts = reading.physical_columns(dataset, fragment, [TOKEN_COUNT]).column(TOKEN_COUNT)
-                self._file_tokens[key] = sum(int(chunk.to_numpy().sum()) for chunk in counts.chunks)
-            tokens = self._file_tokens[key]
+            tokens = physical_tokens(dataset, fragment, self._file_tokens)
             refs.append(FragmentRef(fragment.fragment_id, key, fragment.physical_rows, tokens))
         return sorted(refs, key=lambda ref: ref.fragment_id)
 
@@ -285,8 +319,7 @@ class CollectionStore:
             VersionGone: There is no such version.
             FilterError: The filter names an undeclared field or a value of another type.
         """
-        predicate = equality_sql(self._entry.spec, equals)
-        return reading.matching_rows(self._history.at(version), predicate)
+        return reading.matching_rows(self._history.at(version), self._predicate(equals))
 
     def read_tokens(self, fragment_id: int, version: Version) -> TokenRows:
         """Token vectors of all physical rows of a fragment, since-deleted ones included.
@@ -302,6 +335,9 @@ class CollectionStore:
         return table_to_token_rows(self._entry.spec, table)
 
     # Inside
+
+    def _predicate(self, equals: EqualityFilter | None) -> str | None:
+        return equality_sql(self._entry.spec, equals or {})
 
     def _present(self, ids: Sequence[str], version: Version) -> set[str]:
         table = self._history.at(version).to_table(columns=[ID], filter=ids_sql(ids))
