@@ -75,7 +75,7 @@ def plan_tail(
 def plan_whole(
     sizes: Sequence[FragmentSize], target_tokens: int, most: int = MOST_MERGED
 ) -> list[tuple[int, ...]]:
-    """What to merge so that few small fragments and no deleted rows are left: groups of ids in rising order."""
+    """What to merge so that few small fragments and no deleted rows are left: groups of ids in order."""
     small = {size.fragment_id for size in _small(sizes, target_tokens)}
     groups: list[tuple[int, ...]] = [
         (size.fragment_id,) for size in sizes if size.deleted and size.fragment_id not in small

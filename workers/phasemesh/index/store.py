@@ -302,6 +302,14 @@ class CollectionStore:
             refs.append(FragmentRef(fragment.fragment_id, key, fragment.physical_rows, tokens))
         return sorted(refs, key=lambda ref: ref.fragment_id)
 
+    def fragment_ids(self, version: Version) -> list[int]:
+        """Ids of the version's fragments, in order; costs nothing per fragment.
+
+        Raises:
+            VersionGone: There is no such version.
+        """
+        return sorted(one.fragment_id for one in self._history.at(version).get_fragments())
+
     def deleted_rows(self, version: Version, fragment_id: int) -> RowMask:
         """Which physical rows of a fragment are deleted in this version, bool [physical_rows].
 
