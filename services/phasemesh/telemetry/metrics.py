@@ -149,9 +149,7 @@ class Metrics:
         self.compacted_fragments = Counter(
             "phasemesh_compacted_fragments", "Fragments replaced by compaction.", registry=r
         )
-        self.cleanups = Counter(
-            "phasemesh_cleanups", "Cleanups of a collection.", ["outcome"], registry=r
-        )
+        self.cleanups = Counter("phasemesh_cleanups", "Cleanups of a collection.", ["outcome"], registry=r)
         self.removed_versions = Counter(
             "phasemesh_removed_versions", "Versions removed by cleanup.", registry=r
         )
