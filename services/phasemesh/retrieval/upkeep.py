@@ -16,7 +16,7 @@ from typing import TypeAlias
 from phasemesh.index.errors import CollectionNotFound, LeaseHeld, WriteConflict
 from phasemesh.index.maintenance import Compacted
 from phasemesh.index.store import CollectionStore
-from phasemesh.telemetry.metrics import Metrics
+from phasemesh.telemetry.metrics import CLEANUP_OUTCOMES, COMPACTION_OUTCOMES, Metrics
 
 #: Tenant and incarnation.
 StoreKey: TypeAlias = tuple[str, str]
@@ -52,6 +52,11 @@ class Upkeep:
         self._find = find
         self._now_ns = now_ns
         self._now_unix_s = now_unix_s
+        # A missing series reads as nothing wrong.
+        for outcome in COMPACTION_OUTCOMES:
+            metrics.compactions.labels(outcome)
+        for outcome in CLEANUP_OUTCOMES:
+            metrics.cleanups.labels(outcome)
         self._changed = threading.Condition()
         self._noted: OrderedDict[StoreKey, None] = OrderedDict()
         self._fragments: dict[StoreKey, int] = {}

@@ -163,10 +163,6 @@ class Metrics:
             self.replicas.labels(state)
         for tier in CACHE_TIERS:
             self.segment_cache_hits.labels(tier)
-        for outcome in COMPACTION_OUTCOMES:
-            self.compactions.labels(outcome)
-        for outcome in CLEANUP_OUTCOMES:
-            self.cleanups.labels(outcome)
         for model in models:
             for phase in phases:
                 self.phase_duration.labels(phase, model)

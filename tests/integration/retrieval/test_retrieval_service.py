@@ -241,12 +241,8 @@ async def test_empty_and_oversized_lists_are_refused(served: Stack, method: str,
 @pytest.mark.parametrize(
     ("method", "request_"),
     [
-        ("ListDocuments", pb.ListDocumentsRequest()),
         ("Rerank", pb.RerankRequest()),
         ("Explain", pb.ExplainRequest()),
-        ("CompactCollection", pb.CompactCollectionRequest()),
-        ("TagVersion", pb.TagVersionRequest()),
-        ("RestoreVersion", pb.RestoreVersionRequest()),
         ("DeleteDocuments", pb.DeleteDocumentsRequest(collection="plain", filter=equals("a", 1))),
     ],
 )
