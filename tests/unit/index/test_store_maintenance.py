@@ -282,9 +282,14 @@ def test_a_lease_has_one_holder_and_is_waited_for(tmp_path: Path) -> None:
         with pytest.raises(LeaseHeld), second.hold(wait_s=0.1, shared=True):
             pass
         assert sum(pauses) == pytest.approx(0.1, abs=0.01)
-    with first.hold(wait_s=0.0, shared=True), second.hold(wait_s=0.0, shared=True):
-        with pytest.raises(LeaseHeld), FileLease(tmp_path / "lease").hold(wait_s=0.0):
-            pass
+    third = FileLease(tmp_path / "lease")
+    with (
+        first.hold(wait_s=0.0, shared=True),
+        second.hold(wait_s=0.0, shared=True),
+        pytest.raises(LeaseHeld),
+        third.hold(wait_s=0.0),
+    ):
+        pass
     with second.hold(wait_s=0.0):
         pass
 
@@ -479,3 +484,49 @@ def test_pages_follow_one_another_in_the_order_of_storage(tmp_path: Path) -> Non
     for one in page:
         string = "even" if int(one.document.id[-1]) % 2 else "odd"
         assert_same(one.document, make_document(one.document.id, string=string))
+
+
+WRITE_LOOP = """
+import sys
+from pathlib import Path
+from phasemesh.index.catalogue import Catalogue
+from phasemesh.index.store import CollectionStore
+from tests.unit.index.documents import FAST, SPEC, make_document
+
+root, name = Path(sys.argv[1]), sys.argv[2]
+store = CollectionStore(root, "acme", Catalogue(root).get("acme", SPEC.name), FAST)
+for number in range(40):
+    print(store.upsert([make_document(f"{name}-{number}", 2)]).version.number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_restores_among_writers_of_other_processes_lose_no_later_write(tmp_path: Path) -> None:
+    entry = Catalogue(tmp_path).create("acme", SPEC)
+    store = CollectionStore(tmp_path, "acme", entry, FAST)
+    base = store.upsert([make_document("base")]).version
+    command = [sys.executable, "-c", WRITE_LOOP, str(tmp_path)]
+    writers = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "xy"]
+    restored = []
+    while any(writer.poll() is None for writer in writers):
+        try:
+            head = store.latest(refresh=True)
+            version = store.maintenance.restore(base, head, wait_s=0.0)
+        except HeadMoved:
+            continue
+        assert version.number == head.number + 1
+        restored.append(version.number)
+    assert len(restored) >= 3
+    written = {}
+    for name, writer in zip("xy", writers, strict=True):
+        assert writer.returncode == 0
+        assert writer.stdout is not None
+        written.update({f"{name}-{n}": int(line) for n, line in enumerate(writer.stdout)})
+        writer.stdout.close()
+    assert len(written) == 80
+    # Whatever was acknowledged after a restore, and nothing from before it, is in the versions up to the next.
+    head = store.latest(refresh=True)
+    for begin, end in zip([base.number, *restored], [*restored, head.number + 1], strict=True):
+        found = set(all_of(store, Version(base.incarnation, end - 1)))
+        expected = {one for one, number in written.items() if begin < number < end}
+        assert found == {"base"} | expected

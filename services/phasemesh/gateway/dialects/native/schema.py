@@ -160,7 +160,7 @@ class ListRequest(_Body):
     page_size: Uint32 | None = Field(None, description="Most documents in the reply; default 100.")
     page_token: str | None = Field(
         None,
-        description="Where to go on; from the reply before, with its filter. All pages are of one version.",
+        description="From the reply before, with the same filter. All pages are of one version.",
     )
     version: ReadVersion | None = Field(None, description="On the first page.")
 
