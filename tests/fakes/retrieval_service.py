@@ -21,6 +21,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from numpy.typing import NDArray
 
 from phasemesh.errors import (
+    Aborted,
     AlreadyExists,
     InvalidArgument,
     NotFound,
@@ -80,6 +81,7 @@ class Kept:
     spec: pb.CollectionSpec
     incarnation: str = field(default_factory=lambda: uuid.uuid4().hex)
     versions: list[dict[str, Stored]] = field(default_factory=lambda: [{}])
+    tags: dict[str, int] = field(default_factory=dict)
 
     def version(self, number: int | None = None) -> pb.Version:
         number = len(self.versions) if number is None else number
@@ -228,6 +230,45 @@ class FakeRetrieval(RetrievalServiceServicer):
             missing_ids=[wanted for wanted in request.ids if wanted not in documents],
             version=version,
         )
+
+    async def ListDocuments(self, request: pb.ListDocumentsRequest, context: Any) -> Any:
+        await self._gate(request)
+        kept = self._find(request.collection)
+        documents, version = _read(kept, request.version)
+        found = _filtered(documents, request, kept.spec)
+        begin = int(request.page_token or 0)
+        end = begin + (request.page_size or 100)
+        projection = request.projection if request.HasField("projection") else _DEFAULT
+        return pb.ListDocumentsResponse(
+            documents=[_shown(item, projection) for item in found[begin:end]],
+            next_page_token=str(end) if end < len(found) else "",
+            version=version,
+        )
+
+    async def TagVersion(self, request: pb.TagVersionRequest, context: Any) -> Any:
+        await self._gate(request)
+        tags = self._find(request.collection).tags
+        if request.tag in tags and not request.overwrite:
+            raise AlreadyExists("tag: is there", reason="TAG_EXISTS", field="tag")
+        if request.HasField("version"):
+            tags[request.tag] = request.version.number
+        else:
+            del tags[request.tag]
+        return pb.TagVersionResponse()
+
+    async def RestoreVersion(self, request: pb.RestoreVersionRequest, context: Any) -> Any:
+        await self._gate(request)
+        kept = self._find(request.collection)
+        if request.expected_version != kept.version():
+            raise Aborted("expected_version: moved", reason="VERSION_MOVED", field="expected_version")
+        by_tag = request.WhichOneof("target") == "tag"
+        number = kept.tags[request.tag] if by_tag else request.version.number
+        return pb.RestoreVersionResponse(version=kept.commit(kept.versions[number - 1]))
+
+    async def CompactCollection(self, request: pb.CompactCollectionRequest, context: Any) -> Any:
+        await self._gate(request)
+        version = self._find(request.collection).version()
+        return pb.CompactCollectionResponse(version=version, fragments_before=3, fragments_after=1)
 
     async def CountDocuments(self, request: pb.CountDocumentsRequest, context: Any) -> Any:
         await self._gate(request)

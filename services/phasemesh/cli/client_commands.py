@@ -53,10 +53,12 @@ TimeoutOption = Annotated[float, typer.Option("--timeout", help="Deadline in sec
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     from phasemesh.cli.collection_commands import index, search
+    from phasemesh.cli.collections_group import group
     from phasemesh.cli.explain_command import explain
 
     for command in (models, embed, rerank, index, search, explain, demo):
         app.command()(command)
+    app.add_typer(group, name="collections")
 
 
 def encoder_target(settings: Settings, target: str | None) -> str:

@@ -249,6 +249,12 @@ class RetrievalSettings(ServerSettings):
     delete_grace_s: float = Field(
         3600.0, ge=0, description="Age at which a deleted collection's data goes, seconds."
     )
+    compact_fragments: int = Field(
+        16, ge=0, description="Small fragments of a collection that aren't merged; 0 never merges by itself."
+    )
+    cleanup_interval_s: float = Field(
+        600.0, gt=0, description="Interval at which old versions are removed, seconds."
+    )
     max_documents: int = Field(1000, ge=1, description="Most documents in one request.")
     max_k: int = Field(1000, ge=1, description="Most hits of one search.")
     encode_batch: int = Field(64, ge=1, description="Texts per call to an encoder.")

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,11 +86,19 @@ class Collections:
         readers: threads for the index's calls that read.
         writers: threads for those that commit. Commits to one collection wait for each other, so they have
             threads of their own, or many of them would keep every read waiting too.
+        committed: told tenant and incarnation after every commit; must return at once.
     """
 
     def __init__(
-        self, root: Path, settings: RetrievalSettings, *, readers: Executor, writers: Executor
+        self,
+        root: Path,
+        settings: RetrievalSettings,
+        *,
+        readers: Executor,
+        writers: Executor,
+        committed: Callable[[tuple[str, str]], None] = lambda key: None,
     ) -> None:
+        self._committed = committed
         self._root = root
         self._readers = readers
         self._writers = writers
@@ -182,6 +190,18 @@ class Collections:
         """Remove the data of collections whose grace period is over; returns their incarnations."""
         return await self.commit(self._catalogue.sweep)
 
+    def find(self, key: tuple[str, str]) -> CollectionStore | None:
+        """The open store of a tenant's incarnation; None if there is none."""
+        with self._lock:
+            return self._open.get(key)
+
+    def each(self) -> Iterator[CollectionStore]:
+        """The stores of all collections, one after another; blocks."""
+        for tenant, entry in self._catalogue.everything():
+            with self._lock:
+                store = self._open.get((tenant, entry.incarnation))
+            yield store or CollectionStore(self._root, tenant, entry, self._options)
+
     def _opened(self, tenant: str, entry: CatalogueEntry) -> Opened:
         key = (tenant, entry.incarnation)
         with self._lock:
@@ -193,7 +213,9 @@ class Collections:
                 with self._lock:
                     store = self._open.get(key)
                 if store is None:
-                    store = CollectionStore(self._root, tenant, entry, self._options)
+                    store = CollectionStore(
+                        self._root, tenant, entry, self._options, committed=lambda: self._committed(key)
+                    )
                     with self._lock:
                         self._open[key] = store
         assert store is not None

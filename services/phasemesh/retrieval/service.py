@@ -20,11 +20,14 @@ from phasemesh.retrieval.explain import Explain
 from phasemesh.retrieval.fanout import FanOut
 from phasemesh.retrieval.handles import Collections
 from phasemesh.retrieval.ingest import Ingest
+from phasemesh.retrieval.listing import Listing
 from phasemesh.retrieval.query import Queries
 from phasemesh.retrieval.reads import Reads
 from phasemesh.retrieval.rerank import Rerank, RowScorer
 from phasemesh.retrieval.search import Search
 from phasemesh.retrieval.servicer import RetrievalServicer
+from phasemesh.retrieval.upkeep import Upkeep
+from phasemesh.retrieval.versions import Versions
 from phasemesh.retrieval.work import Requests
 from phasemesh.rpc.admin import Health
 from phasemesh.rpc.client import RpcClient
@@ -36,6 +39,8 @@ from phasemesh.telemetry.metrics import Metrics
 PHASES = (names.PHASE_PLAN, names.PHASE_MERGE, names.PHASE_COMMIT)
 #: Longest time between sweeps of deleted collections, seconds.
 SWEEP_S = 300.0
+#: Least age since their replacement at which versions may be removed, seconds.
+KEEP_S = 3600.0
 #: Threads that wait for the store beyond the machine's processors: most of the time they wait for files.
 _EXTRA_THREADS = 8
 
@@ -80,8 +85,20 @@ class RetrievalRuntime:
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="phasemesh-read")
         self._writers = ThreadPoolExecutor(threads, thread_name_prefix="phasemesh-commit")
         self._requests = Requests(metrics, now_s=now_s, now_ns=now_ns)
+        self._upkeep = Upkeep(
+            metrics,
+            small_fragments=retrieval.compact_fragments,
+            keep_s=max(KEEP_S, 2 * settings.rpc.max_deadline_s),
+            find=lambda key: self._collections.find(key),
+            now_ns=now_ns,
+        )
+        self._cleanup_interval_s = retrieval.cleanup_interval_s
         self._collections = Collections(
-            settings.data_dir, retrieval, readers=self._readers, writers=self._writers
+            settings.data_dir,
+            retrieval,
+            readers=self._readers,
+            writers=self._writers,
+            committed=self._upkeep.note,
         )
         encoder = TextEncoder(
             client, directory, max_batch=retrieval.encode_batch, max_message_bytes=max_message_bytes
@@ -107,10 +124,14 @@ class RetrievalRuntime:
             ),
             Rerank(self._collections, queries, row_scorer, max_message_bytes=max_message_bytes),
             Explain(self._collections, queries, row_scorer),
+            Listing(
+                self._collections, max_documents=retrieval.max_documents, max_message_bytes=max_message_bytes
+            ),
+            Versions(self._collections, self._upkeep),
         )
         for phase in PHASES:
             metrics.phase_duration.labels(phase, _NO_MODEL)
-        self._sweeping: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Make the data root, and begin to sweep deleted collections.
@@ -127,7 +148,11 @@ class RetrievalRuntime:
             _log.error(
                 "data_dir can't be written; collections can be read only", extra={"data_dir": str(self._root)}
             )
-        self._sweeping = asyncio.create_task(self._sweep(), name="sweep of deleted collections")
+        self._upkeep.start()
+        self._timers = [
+            asyncio.create_task(self._sweep(), name="sweep of deleted collections"),
+            asyncio.create_task(self._clean(), name="cleanup of old versions"),
+        ]
 
     async def drain(self) -> None:
         """Refuse new requests and wait for those that were begun."""
@@ -137,10 +162,12 @@ class RetrievalRuntime:
     async def close(self) -> None:
         """Stop at once; a commit that has begun is finished."""
         self._requests.draining = True
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.wait({self._sweeping})
-            self._sweeping = None
+        for timer in self._timers:
+            timer.cancel()
+        if self._timers:
+            await asyncio.wait(self._timers)
+            self._timers = []
+        await asyncio.to_thread(self._upkeep.stop)
         for threads in (self._readers, self._writers):
             await asyncio.to_thread(threads.shutdown, wait=True, cancel_futures=True)
 
@@ -172,3 +199,12 @@ class RetrievalRuntime:
                 if removed:
                     _log.info("deleted collections swept", extra={"incarnations": removed})
             await asyncio.sleep(min(SWEEP_S, max(self._grace_s, 1.0)))
+
+    async def _clean(self) -> None:
+        while True:
+            await asyncio.sleep(self._cleanup_interval_s)
+            try:
+                await self._collections.commit(lambda: self._upkeep.clean(self._collections.each()))
+            except Exception:
+                # As for the sweep.
+                _log.exception("cleanup of old versions failed")

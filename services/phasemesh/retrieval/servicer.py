@@ -6,13 +6,14 @@ from typing import Any
 
 import grpc
 
-from phasemesh.errors import Unimplemented
 from phasemesh.retrieval.catalogue import CatalogueLines
 from phasemesh.retrieval.explain import Explain
 from phasemesh.retrieval.ingest import Ingest
+from phasemesh.retrieval.listing import Listing
 from phasemesh.retrieval.reads import Reads
 from phasemesh.retrieval.rerank import Rerank
 from phasemesh.retrieval.search import Search
+from phasemesh.retrieval.versions import Versions
 from phasemesh.retrieval.work import Requests
 from phasemesh.v1 import retrieval_pb2 as pb
 from phasemesh.v1 import retrieval_pb2_grpc
@@ -32,7 +33,11 @@ class RetrievalServicer(retrieval_pb2_grpc.RetrievalServiceServicer):
         search: Search,
         rerank: Rerank,
         explain: Explain,
+        listing: Listing,
+        versions: Versions,
     ) -> None:
+        self._listing = listing
+        self._versions = versions
         self._requests = requests
         self._catalogue = catalogue
         self._ingest = ingest
@@ -108,7 +113,8 @@ class RetrievalServicer(retrieval_pb2_grpc.RetrievalServiceServicer):
         self, request: pb.ListDocumentsRequest, context: Context
     ) -> pb.ListDocumentsResponse:
         """See the contract."""
-        raise Unimplemented("ListDocuments comes with a later release; GetDocuments reads by id")
+        with self._requests.open() as open_request:
+            return await self._listing.page(open_request, request)
 
     async def Rerank(  # noqa: N802  # gRPC's name
         self, request: pb.RerankRequest, context: Context
@@ -128,16 +134,19 @@ class RetrievalServicer(retrieval_pb2_grpc.RetrievalServiceServicer):
         self, request: pb.CompactCollectionRequest, context: Context
     ) -> pb.CompactCollectionResponse:
         """See the contract."""
-        raise Unimplemented("CompactCollection comes with a later release")
+        with self._requests.open() as open_request:
+            return await self._versions.compact(open_request, request)
 
     async def TagVersion(  # noqa: N802  # gRPC's name
         self, request: pb.TagVersionRequest, context: Context
     ) -> pb.TagVersionResponse:
         """See the contract."""
-        raise Unimplemented("TagVersion comes with a later release; read by at_version")
+        with self._requests.open() as open_request:
+            return await self._versions.tag(open_request, request)
 
     async def RestoreVersion(  # noqa: N802  # gRPC's name
         self, request: pb.RestoreVersionRequest, context: Context
     ) -> pb.RestoreVersionResponse:
         """See the contract."""
-        raise Unimplemented("RestoreVersion comes with a later release; read by at_version")
+        with self._requests.open() as open_request:
+            return await self._versions.restore(open_request, request)

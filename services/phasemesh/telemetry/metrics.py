@@ -23,6 +23,9 @@ RATIO_BUCKETS = tuple(step / 20 for step in range(1, 21))
 REJECT_REASONS = ("QUEUE_FULL", "WAIT_TOO_LONG", "DRAINING")
 #: Where a segment was found: in memory, or in the cache folder.
 CACHE_TIERS = ("memory", "disk")
+#: How a compaction ended: fragments were merged, writes kept coming first, or the store failed.
+COMPACTION_OUTCOMES = ("merged", "conflict", "failed")
+CLEANUP_OUTCOMES = ("done", "failed")
 REPLICA_STATES = ("starting", "ready", "restarting", "failed", "draining")
 
 
@@ -136,6 +139,26 @@ class Metrics:
         self.failed_fragments = Counter(
             "phasemesh_failed_fragments", "Fragments that a search couldn't read.", ["reason"], registry=r
         )
+        self.tail_fragments = Gauge(
+            "phasemesh_collection_fragments",
+            "Fragments of the collection that has most, of those written to.",
+            registry=r,
+        )
+        self.compactions = Counter(
+            "phasemesh_compactions", "Compactions of a collection.", ["outcome"], registry=r
+        )
+        self.compaction_duration = Histogram(
+            "phasemesh_compaction_duration_seconds", "Time of a compaction.", buckets=DURATION_BUCKETS_S,
+            registry=r,
+        )  # fmt: skip
+        self.compacted_fragments = Counter(
+            "phasemesh_compacted_fragments", "Fragments replaced by compaction.", registry=r
+        )
+        self.cleanups = Counter("phasemesh_cleanups", "Cleanups of a collection.", ["outcome"], registry=r)
+        self.removed_versions = Counter(
+            "phasemesh_removed_versions", "Versions removed by cleanup.", registry=r
+        )
+        self.removed_bytes = Counter("phasemesh_removed_bytes", "Bytes freed by cleanup.", registry=r)
 
     def start_at_zero(self, phases: Iterable[str], models: Iterable[str] = ()) -> None:
         """Create the series of `phases` and `models`, so that a scrape before the first request has them."""

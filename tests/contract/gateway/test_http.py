@@ -199,6 +199,10 @@ async def test_the_openapi_document(stack: Stack) -> None:
         "/v1/collections/{name}/search",
         "/v1/collections/{name}/rerank",
         "/v1/collections/{name}/explain",
+        "/v1/collections/{name}/documents/list",
+        "/v1/collections/{name}/tag",
+        "/v1/collections/{name}/restore",
+        "/v1/collections/{name}/compact",
         "/health",
     }
     schemas = document["components"]["schemas"]

@@ -406,3 +406,59 @@ async def test_the_openapi_document(stack: Stack) -> None:
     assert search["parameters"][0]["name"] == "name"
     count = document["paths"]["/v1/collections/{name}/documents/count"]["post"]
     assert count["requestBody"]["required"] is False
+
+
+async def test_documents_are_listed_page_by_page(stack: Stack) -> None:
+    await filled(stack)
+    body: dict[str, Any] = {"page_size": 3, "projection": {"fields": ["lang"]}}
+    first = await send(stack, "POST", "/articles/documents/list", body)
+    assert [document["id"] for document in first["documents"]] == ["a", "b", "c"]
+    assert all("text" not in document for document in first["documents"])
+    more = await send(
+        stack, "POST", "/articles/documents/list", body | {"page_token": first["next_page_token"]}
+    )
+    assert [document["id"] for document in more["documents"]] == ["d"]
+    assert more["next_page_token"] == ""
+    assert more["version"] == first["version"]
+    whole = await send(stack, "POST", "/articles/documents/list")
+    assert [document["text"] for document in whole["documents"]] == list(TEXTS.values())
+
+
+async def test_versions_are_tagged_restored_and_compacted(stack: Stack) -> None:
+    await filled(stack)
+    old = (await send(stack, "GET", "/articles"))["collection"]["version"]
+    head = (await send(stack, "POST", "/articles/documents/delete", {"ids": ["a"]}))["version"]
+    assert await send(stack, "POST", "/articles/tag", {"tag": "v1", "version": old}) == {}
+    again = await send(stack, "POST", "/articles/tag", {"tag": "v1", "version": head}, status=409)
+    assert again["error"]["reason"] == "TAG_EXISTS"
+    stale = await send(stack, "POST", "/articles/restore", {"tag": "v1", "expected_version": old}, status=409)
+    assert stale["error"]["reason"] == "VERSION_MOVED"
+    restored = await send(stack, "POST", "/articles/restore", {"tag": "v1", "expected_version": head})
+    assert restored["version"]["number"] == head["number"] + 1
+    assert (await send(stack, "POST", "/articles/documents/count", {}))["documents"] == 4
+    back = {"version": head, "expected_version": restored["version"]}
+    assert (await send(stack, "POST", "/articles/restore", back))["version"]["number"] == head["number"] + 2
+    assert await send(stack, "POST", "/articles/tag", {"tag": "v1", "overwrite": True}) == {}
+    compacted = await send(stack, "POST", "/articles/compact")
+    assert (compacted["fragments_before"], compacted["fragments_after"]) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("tag", {"version": {"incarnation": "x", "number": 1}}, "tag"),
+        ("tag", {"tag": "v", "version": {"incarnation": "x"}}, "version.number"),
+        ("tag", {"tag": "v", "move": True}, "move"),
+        ("restore", {"expected_version": {"incarnation": "x", "number": 1}}, "version"),
+        ("restore", {"tag": "v"}, "expected_version"),
+        ("compact", {"all": True}, "all"),
+        ("documents/list", {"page_size": -1}, "page_size"),
+        ("documents/list", {"ids": ["a"]}, "ids"),
+    ],
+)
+async def test_wrong_fields_of_version_requests_are_named(
+    stack: Stack, path: str, body: dict[str, Any], field: str
+) -> None:
+    await filled(stack)
+    reply = await send(stack, "POST", f"/articles/{path}", body, status=400)
+    assert reply["error"]["field"] == field

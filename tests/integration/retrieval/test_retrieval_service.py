@@ -280,22 +280,6 @@ async def test_empty_and_oversized_lists_are_refused(served: Stack, method: str,
     assert caught.value.reason in ("EMPTY_LIST", "TOO_MANY_DOCUMENTS")
 
 
-@pytest.mark.parametrize(
-    ("method", "request_"),
-    [
-        ("ListDocuments", pb.ListDocumentsRequest()),
-        ("CompactCollection", pb.CompactCollectionRequest()),
-        ("TagVersion", pb.TagVersionRequest()),
-        ("RestoreVersion", pb.RestoreVersionRequest()),
-    ],
-)
-async def test_later_methods_say_so(served: Stack, method: str, request_: Any) -> None:
-    with contextlib.suppress(AlreadyExists):
-        await served.create("plain")
-    with pytest.raises(Unimplemented, match="later release"):
-        await served(method, request_)
-
-
 async def test_deletion_by_filter(served: Stack, name: str) -> None:
     await served.create(name, fields=FIELDS)
     rng = np.random.default_rng(8)

@@ -19,6 +19,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -261,6 +262,19 @@ class Catalogue:
                     shutil.rmtree(path, ignore_errors=True)
                     removed.append(path.stem)
         return removed
+
+    def everything(self) -> list[tuple[str, CatalogueEntry]]:
+        """All collections with their tenants, without those that are deleted meanwhile.
+
+        Raises:
+            CatalogueCorrupt: An entry can't be read.
+        """
+        found = []
+        for tenant in self._tenants():
+            for name in sorted(self._names(tenant)):
+                with suppress(FileNotFoundError):
+                    found.append((tenant, _decode(self._entry_path(tenant, name))))
+        return found
 
     def _tenants(self) -> list[str]:
         return sorted(path.parent.name for path in self._root.glob("*/_catalogue"))

@@ -23,9 +23,13 @@ from phasemesh.index.durability import Durability, Sync, sync_all
 from phasemesh.index.errors import WriteConflict
 from phasemesh.index.filters import ids_sql
 from phasemesh.index.history import History
+from phasemesh.index.leases import Lease
 from phasemesh.index.reading import referenced_files
 from phasemesh.index.schema import ID, documents_to_table
 from phasemesh.index.spec import CollectionSpec, StoredDocument, Version
+
+#: Attempts after a restore by another process, each of which needs an unlucky moment of its own.
+_RESTORED_RETRIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +77,23 @@ class Committer:
         history: Learns of every commit once it is durable.
         options: How to write.
         sync: Forces a file or folder to the medium.
+        gate: Held together by commits, and alone by what no commit may come in between of.
+        committed: Told after every commit of this process; must return at once.
     """
 
     def __init__(
-        self, path: Path, spec: CollectionSpec, history: History, options: StoreOptions, sync: Sync
+        self,
+        path: Path,
+        spec: CollectionSpec,
+        history: History,
+        options: StoreOptions,
+        sync: Sync,
+        *,
+        gate: Lease,
+        committed: Callable[[], None] | None = None,
     ) -> None:
+        self._gate = gate
+        self._committed = committed
         self._path = path
         self._spec = spec
         self._history = history
@@ -165,10 +181,36 @@ class Committer:
             return
         # Not only what this commit wrote: it may stand on another process's commit that isn't forced out
         # yet, and would be lost with it. Lance itself never calls fsync.
-        files = [path for path in referenced_files(dataset) if path not in self._durable_files]
-        sync_all(files, self._sync)
+        files = referenced_files(dataset)
+        self.force_out([path for path in files if path not in self._durable_files])
         self._sync(self._path)
-        self._durable_files.update(files)
+
+    def force_out(self, files: Sequence[Path]) -> None:
+        """Force out files that a commit is going to refer to, so that it needn't, if that is asked for.
+
+        Raises:
+            OSError: The medium refused.
+        """
+        if self._options.durability is Durability.DISK:
+            sync_all(files, self._sync)
+            self._durable_files.update(files)
+
+    def forget_files(self, dataset: lance.LanceDataset) -> None:
+        """Forget which files are durable, but for those of a version: what it replaced may be many."""
+        if self._options.durability is Durability.DISK:
+            # Nothing is lost if a commit adds to the old set meanwhile: its files are forced out once more.
+            self._durable_files = self._durable_files.intersection(referenced_files(dataset))
+
+    def replace_head(self, write: Callable[[lance.LanceDataset], None]) -> Version:
+        """Commit what no other commit may come in between of; `write` gets a handle at the newest version.
+
+        Raises:
+            LeaseHeld: Commits of other processes left no gap.
+            OSError: The medium refused.
+        """
+        with self._lock, self._gate.hold(wait_s=self._options.conflict_timeout_s):
+            head = self._history.head(refresh=True)
+            return self._publish(head.checkout_version(head.version), write)
 
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self._options.conflict_timeout_s)
@@ -201,18 +243,31 @@ class Committer:
     def _commit(
         self, write: Callable[[lance.LanceDataset], None], head: lance.LanceDataset | None = None
     ) -> Version:
-        # A handle of its own: a commit moves its handle on, and readers hold the head's.
-        if head is None:
-            head = self._history.head()
-        handle = head.checkout_version(head.version)
-        try:
-            write(handle)
-        except (RuntimeError, OSError) as error:
-            if _is_conflict(error):
-                raise WriteConflict("other commits to the same documents kept coming first") from error
-            raise
+        restored: Exception | None = None
+        for attempt in range(_RESTORED_RETRIES + 1):
+            # A handle of its own: a commit moves its handle on, and readers hold the head's.
+            at = head if head is not None else self._history.head(refresh=attempt > 0)
+            handle = at.checkout_version(at.version)
+            try:
+                with self._gate.hold(wait_s=self._options.conflict_timeout_s, shared=True):
+                    return self._publish(handle, write)
+            except (RuntimeError, OSError) as error:
+                if _is_conflict(error):
+                    raise WriteConflict("other commits to the same documents kept coming first") from error
+                if not _is_restored(error):
+                    raise
+                if head is not None:
+                    # What was to be written was settled at that version.
+                    raise WriteConflict("the collection was restored to another version") from error
+                restored = error
+        raise WriteConflict("the collection was restored to another version over and over") from restored
+
+    def _publish(self, handle: lance.LanceDataset, write: Callable[[lance.LanceDataset], None]) -> Version:
+        write(handle)
         self.make_durable(handle)
         self._history.advance(handle)
+        if self._committed is not None:
+            self._committed()
         return self._history.version_of(handle)
 
 
@@ -239,3 +294,9 @@ def cut_by_tokens(documents: Sequence[StoredDocument], target_tokens: int) -> It
 def _is_conflict(error: Exception) -> bool:
     # Lance has no type of its own for retries that ran out, whether by number or by time.
     return "too many concurrent writers" in str(error).lower()
+
+
+def _is_restored(error: Exception) -> bool:
+    # A write that began before another process restored a version: Lance can't rebase it, a fresh one can.
+    text = str(error)
+    return "ncompatible" in text and "transaction Restore" in text

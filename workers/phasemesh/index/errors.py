@@ -15,6 +15,10 @@ class InvalidName(IndexFailure):
     """A tenant or collection name that can't safely become a path."""
 
 
+class InvalidTag(InvalidName):
+    """A tag's name that can't safely become a file's."""
+
+
 class InvalidSpec(IndexFailure):
     """A collection's specification contradicts itself."""
 
@@ -49,6 +53,22 @@ class VersionNotReached(IndexFailure):
 
 class WriteConflict(IndexFailure):
     """Concurrent commits to the same documents kept winning; a retry may succeed."""
+
+
+class HeadMoved(IndexFailure):
+    """The newest version isn't the one that the caller knows; nothing was changed."""
+
+
+class LeaseHeld(IndexFailure):
+    """Another thread or process maintains the collection; a retry may succeed."""
+
+
+class TagExists(IndexFailure):
+    """There is a tag of this name already."""
+
+
+class TagNotFound(IndexFailure):
+    """There is no tag of this name."""
 
 
 class StorageFailure(IndexFailure):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +27,8 @@ from phasemesh.index.spec import Version
 # File format of the data, named so that a newer pylance can't change it under collections that exist.
 _STORAGE_VERSION: Final = "2.2"
 _CHECKED_OUT_VERSIONS = 16
+# Age at which a handle that is kept is looked up anew: another process may have cleaned its version up.
+_CHECKED_OUT_S = 60.0
 _METADATA_CACHE_BYTES = 64 << 20
 _INDEX_CACHE_BYTES = 16 << 20
 
@@ -90,7 +92,7 @@ class History:
         self._refresh_ms = refresh_ms
         self._monotonic_s = monotonic_s
         self._lock = threading.Lock()
-        self._checked_out: OrderedDict[int, lance.LanceDataset] = OrderedDict()
+        self._checked_out: OrderedDict[int, tuple[float, lance.LanceDataset]] = OrderedDict()
         self._head = dataset
         self._seen_s = monotonic_s()
 
@@ -127,24 +129,34 @@ class History:
         """
         self._check_incarnation(version)
         number = version.number
+        now_s = self._monotonic_s()
         with self._lock:
             head = self._head
-            known = head if head.version == number else self._checked_out.get(number)
-            if known is not None:
-                if known is not head:
-                    self._checked_out.move_to_end(number)
+            if head.version == number:
+                return head
+            looked_s, known = self._checked_out.get(number, (now_s, None))
+            if known is not None and now_s - looked_s < _CHECKED_OUT_S:
+                self._checked_out.move_to_end(number)
                 return known
         if number < 1 or (number > head.version and number > self.head(refresh=True).version):
             raise VersionGone(f"version: {number} was never made")
         try:
             dataset = head.checkout_version(number)
         except (ValueError, OSError) as error:
+            self.forget([number])
             raise VersionGone(f"version: {number} is no longer kept") from error
         with self._lock:
-            self._checked_out[number] = dataset
+            self._checked_out[number] = (now_s, dataset)
+            self._checked_out.move_to_end(number)
             while len(self._checked_out) > _CHECKED_OUT_VERSIONS:
                 self._checked_out.popitem(last=False)
         return dataset
+
+    def forget(self, numbers: Iterable[int]) -> None:
+        """Drop the handles that are kept of versions that were cleaned up."""
+        with self._lock:
+            for number in numbers:
+                self._checked_out.pop(number, None)
 
     def at_least(self, version: Version) -> lance.LanceDataset:
         """A handle at this version or a newer one.

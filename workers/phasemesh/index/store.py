@@ -21,9 +21,13 @@ from phasemesh.index import reading
 from phasemesh.index.catalogue import dataset_path
 from phasemesh.index.checks import check_document
 from phasemesh.index.commit import Committer, StoreOptions, cut_by_tokens
+from phasemesh.index.compaction import physical_tokens
 from phasemesh.index.durability import Sync, sync_path
 from phasemesh.index.filters import Condition, check_filter, columns_of, evaluate, ids_sql
 from phasemesh.index.history import History, open_dataset
+from phasemesh.index.leases import FileLease
+from phasemesh.index.listing import Listed, ListPosition, any_from, list_page
+from phasemesh.index.maintenance import Maintenance
 from phasemesh.index.reading import RowMask
 from phasemesh.index.schema import (
     CHUNK_OFFSETS,
@@ -108,6 +112,7 @@ class CollectionStore:
         options: How to write and read.
         sync: Forces a file or folder to the medium.
         monotonic_s: Clock for `refresh_ms`, in seconds.
+        committed: Told after every commit of documents by this process; must return at once.
 
     Raises:
         DataMissing: The dataset isn't there.
@@ -123,6 +128,7 @@ class CollectionStore:
         *,
         sync: Sync = sync_path,
         monotonic_s: Callable[[], float] = time.monotonic,
+        committed: Callable[[], None] | None = None,
     ) -> None:
         options = options or StoreOptions()
         path = dataset_path(root, tenant, entry.incarnation)
@@ -130,9 +136,15 @@ class CollectionStore:
         self._options = options
         dataset = open_dataset(path)
         self._history = History(dataset, entry.incarnation, options.refresh_ms, monotonic_s)
-        self._committer = Committer(path, entry.spec, self._history, options, sync)
+        self._committer = Committer(
+            path, entry.spec, self._history, options, sync,
+            gate=FileLease(path / "commits.lock"), committed=committed,
+        )  # fmt: skip
         self._committer.make_durable(dataset)
         self._file_tokens: dict[str, int] = {}
+        self.maintenance = Maintenance(
+            self._history, self._committer, options, FileLease(path / "writer.lease"), self._file_tokens, sync
+        )
 
     @property
     def spec(self) -> CollectionSpec:
@@ -293,6 +305,35 @@ class CollectionStore:
             return int(self._history.at(version).count_rows())
         return sum(int(np.count_nonzero(mask)) for mask in self.allowed_rows(version, condition).values())
 
+    def list_page(
+        self,
+        version: Version,
+        start: ListPosition,
+        limit: int,
+        parts: frozenset[Part] = TEXT_AND_FIELDS,
+        condition: Condition | None = None,
+    ) -> list[Listed]:
+        """Up to `limit` documents that meet the filter, from a place on, in the order of storage.
+
+        Raises:
+            VersionGone: There is no such version.
+            FilterError: The filter doesn't fit the collection.
+        """
+        if condition is not None:
+            check_filter(self._entry.spec, condition)
+        return list_page(self._entry.spec, self._history.at(version), condition, start, limit, parts)
+
+    def any_from(self, version: Version, start: ListPosition, condition: Condition | None = None) -> bool:
+        """Whether a page from there would hold a document.
+
+        Raises:
+            VersionGone: There is no such version.
+            FilterError: The filter doesn't fit the collection.
+        """
+        if condition is not None:
+            check_filter(self._entry.spec, condition)
+        return any_from(self._entry.spec, self._history.at(version), condition, start)
+
     def stats(self, version: Version) -> StoreStats:
         """Live documents, their token vectors, and fragments.
 
@@ -314,12 +355,17 @@ class CollectionStore:
         refs = []
         for fragment in dataset.get_fragments():
             key = reading.token_file(dataset, fragment)
-            if key not in self._file_tokens:
-                counts = reading.physical_columns(dataset, fragment, [TOKEN_COUNT]).column(TOKEN_COUNT)
-                self._file_tokens[key] = sum(int(chunk.to_numpy().sum()) for chunk in counts.chunks)
-            tokens = self._file_tokens[key]
+            tokens = physical_tokens(dataset, fragment, self._file_tokens)
             refs.append(FragmentRef(fragment.fragment_id, key, fragment.physical_rows, tokens))
         return sorted(refs, key=lambda ref: ref.fragment_id)
+
+    def fragment_ids(self, version: Version) -> list[int]:
+        """Ids of the version's fragments, in order; costs nothing per fragment.
+
+        Raises:
+            VersionGone: There is no such version.
+        """
+        return sorted(one.fragment_id for one in self._history.at(version).get_fragments())
 
     def deleted_rows(self, version: Version, fragment_id: int) -> RowMask:
         """Which physical rows of a fragment are deleted in this version, bool [physical_rows].

@@ -1953,7 +1953,7 @@ class TagVersionRequest(_message.Message):
     """Move the tag if it exists; otherwise that is an error."""
     @_builtins.property
     def version(self) -> Global___Version:
-        """Version to name."""
+        """Version to name; absent, together with `overwrite`, to take the name away."""
 
     def __init__(
         self,
@@ -2008,7 +2008,7 @@ class RestoreVersionRequest(_message.Message):
 
     @_builtins.property
     def expected_version(self) -> Global___Version:
-        """Newest version that the caller knows; if there is a newer one, the call is ABORTED."""
+        """Newest version that the caller knows; if there is a newer one, compaction's aside, the call is ABORTED."""
 
     def __init__(
         self,

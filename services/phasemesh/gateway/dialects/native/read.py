@@ -185,6 +185,54 @@ def read_get(body: Mapping[str, Any], collection: str, *, max_ids: int) -> pb.Ge
     )
 
 
+def read_documents(body: Mapping[str, Any], collection: str) -> pb.ListDocumentsRequest:
+    """A body of `POST /v1/collections/{name}/documents/list`."""
+    given = JsonObject.of(body, "", "filter", "projection", "page_size", "page_token", "version")
+    return pb.ListDocumentsRequest(
+        collection=collection,
+        filter=_filter(given),
+        projection=_projection(given),
+        page_size=given.integer("page_size", least=0) or 0,
+        page_token=given.text("page_token"),
+        version=_read_version(given),
+    )
+
+
+def read_tag(body: Mapping[str, Any], collection: str) -> pb.TagVersionRequest:
+    """A body of `POST /v1/collections/{name}/tag`."""
+    given = JsonObject.of(body, "", "tag", "version", "overwrite")
+    version = given.get("version")
+    return pb.TagVersionRequest(
+        collection=collection,
+        tag=given.required_text("tag", "a name for the version"),
+        version=None if version is None else _version(version, "version"),
+        overwrite=given.flag("overwrite"),
+    )
+
+
+def read_restore(body: Mapping[str, Any], collection: str) -> pb.RestoreVersionRequest:
+    """A body of `POST /v1/collections/{name}/restore`."""
+    given = JsonObject.of(body, "", "version", "tag", "expected_version")
+    version, tag = given.get("version"), given.get("tag")
+    if (version is None) == (tag is None):
+        raise invalid("version", "has to be given, or else `tag`; give one of them")
+    expected = given.required("expected_version", "the newest version that you know")
+    request = pb.RestoreVersionRequest(
+        collection=collection, expected_version=_version(expected, "expected_version")
+    )
+    if version is None:
+        request.tag = given.text("tag")
+    else:
+        request.version.CopyFrom(_version(version, "version"))
+    return request
+
+
+def read_compact(body: Mapping[str, Any], collection: str) -> pb.CompactCollectionRequest:
+    """A body of `POST /v1/collections/{name}/compact`, in which there is nothing to say."""
+    JsonObject.of(body, "")
+    return pb.CompactCollectionRequest(collection=collection)
+
+
 def read_count(body: Mapping[str, Any], collection: str) -> pb.CountDocumentsRequest:
     """A body of `POST /v1/collections/{name}/documents/count`."""
     given = JsonObject.of(body, "", "filter", "version")

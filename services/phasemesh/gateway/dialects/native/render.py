@@ -108,6 +108,38 @@ def get_body(reply: pb.GetDocumentsResponse, *, packed: bool) -> bytes:
     )
 
 
+def documents_body(reply: pb.ListDocumentsResponse, *, packed: bool) -> bytes:
+    """A page of documents."""
+    return _dumps(
+        {
+            "documents": [_document(item, packed=packed) for item in reply.documents],
+            "next_page_token": reply.next_page_token,
+            "version": _version(reply.version),
+        }
+    )
+
+
+def tagged_body(reply: pb.TagVersionResponse) -> bytes:
+    """Nothing."""
+    return b"{}"
+
+
+def restored_body(reply: pb.RestoreVersionResponse) -> bytes:
+    """The version that holds the restored state."""
+    return _dumps({"version": _version(reply.version)})
+
+
+def compacted_body(reply: pb.CompactCollectionResponse) -> bytes:
+    """What compaction did."""
+    return _dumps(
+        {
+            "version": _version(reply.version),
+            "fragments_before": reply.fragments_before,
+            "fragments_after": reply.fragments_after,
+        }
+    )
+
+
 def count_body(reply: pb.CountDocumentsResponse) -> bytes:
     """A count."""
     return _dumps({"documents": reply.documents, "version": _version(reply.version)})

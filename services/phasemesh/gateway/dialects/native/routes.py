@@ -119,6 +119,11 @@ def _table(settings: GatewaySettings) -> tuple[Route, ...]:
         packed = read.wants_packed(body)
         return Call(request, lambda reply: render.get_body(reply, packed=packed), items=len(request.ids))
 
+    def documents(body: Mapping[str, Any], name: str, query: Mapping[str, str]) -> Call:
+        request = read.read_documents(body, name)
+        packed = read.wants_packed(body)
+        return Call(request, lambda reply: render.documents_body(reply, packed=packed))
+
     def search(body: Mapping[str, Any], name: str, query: Mapping[str, str]) -> Call:
         request = read.read_search(body, name)
         packed = read.wants_packed(body)
@@ -184,6 +189,35 @@ def _table(settings: GatewaySettings) -> tuple[Route, ...]:
             body=schema.CountRequest, optional_body=True,
         ),
         Route(
+            "POST", "/{name}/documents/list", "ListDocuments", pb.ListDocumentsResponse, documents,
+            schema.ListReply,
+            ("List documents", "Page by page, in the order in which they are stored, of one version whatever "
+             "is written meanwhile."),
+            body=schema.ListRequest, optional_body=True,
+        ),
+        Route(
+            "POST", "/{name}/tag", "TagVersion", pb.TagVersionResponse,
+            lambda body, name, query: Call(read.read_tag(body, name), render.tagged_body),
+            schema.Empty,
+            ("Name a version", "It is kept until the name is taken away; others go some time after they were "
+             "replaced."),
+            body=schema.TagRequest,
+        ),
+        Route(
+            "POST", "/{name}/restore", "RestoreVersion", pb.RestoreVersionResponse,
+            lambda body, name, query: Call(read.read_restore(body, name), render.restored_body),
+            schema.RestoreReply,
+            ("Go back to a version", "Its documents become the newest version, under a new number."),
+            body=schema.RestoreRequest,
+        ),
+        Route(
+            "POST", "/{name}/compact", "CompactCollection", pb.CompactCollectionResponse,
+            lambda body, name, query: Call(read.read_compact(body, name), render.compacted_body),
+            schema.CompactReply,
+            ("Compact a collection", "Merges small fragments and drops deleted rows; no document changes."),
+            body=schema.CompactRequest, optional_body=True,
+        ),
+        Route(
             "POST", "/{name}/search", "Search", pb.SearchResponse, search,
             schema.SearchReply,
             ("Search", "Late interaction: for every query token the best similarity with a document's "
@@ -235,6 +269,7 @@ def routes(retrieval: Retrieval, settings: GatewaySettings) -> APIRouter:
 BODIES = (
     schema.CollectionSpec, schema.UpsertRequest, schema.DeleteRequest, schema.GetRequest,
     schema.CountRequest, schema.SearchRequest, schema.RerankStoredRequest, schema.ExplainRequest,
+    schema.ListRequest, schema.TagRequest, schema.RestoreRequest, schema.CompactRequest,
 )  # fmt: skip
 
 

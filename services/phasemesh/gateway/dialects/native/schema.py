@@ -190,6 +190,45 @@ class GetRequest(_Body):
     version: ReadVersion | None = None
 
 
+class ListRequest(_Body):
+    """Which documents are listed, page by page."""
+
+    filter: Filter | None = None
+    projection: Projection | None = Field(None, description="Default: the text and all fields.")
+    page_size: Uint32 | None = Field(None, description="Most documents in the reply; default 100.")
+    page_token: str | None = Field(
+        None,
+        description="From the reply before, with the same filter. All pages are of one version.",
+    )
+    version: ReadVersion | None = Field(None, description="On the first page.")
+
+
+class TagRequest(_Body):
+    """A name for a version."""
+
+    tag: str = Field(
+        description="1 to 128 of a-z, A-Z, 0-9, dot, underscore and hyphen.", examples=["2026-12-01"]
+    )
+    version: Version | None = Field(
+        None, description="The version; null, together with `overwrite`, takes the name away."
+    )
+    overwrite: bool | None = Field(None, description="Move the tag if there is one.")
+
+
+class RestoreRequest(_Body):
+    """Where to go back to: exactly one of `version` and `tag`."""
+
+    version: Version | None = None
+    tag: str | None = None
+    expected_version: Version = Field(
+        description="The newest version that you know; if there is a newer one, nothing is changed (409)."
+    )
+
+
+class CompactRequest(_Body):
+    """Nothing."""
+
+
 class CountRequest(_Body):
     """What to count."""
 
@@ -369,6 +408,28 @@ class GetReply(_Body):
     documents: list[ShownDocument]
     missing_ids: list[str]
     version: Version
+
+
+class ListReply(_Body):
+    """A page of documents, in the order in which they are stored."""
+
+    documents: list[ShownDocument]
+    next_page_token: str = Field(description="Where to go on; empty at the end.")
+    version: Version = Field(description="The version of all pages.")
+
+
+class RestoreReply(_Body):
+    """The restored state."""
+
+    version: Version = Field(description="A new version; the newest.")
+
+
+class CompactReply(_Body):
+    """What compaction did; documents are as they were."""
+
+    version: Version
+    fragments_before: int
+    fragments_after: int
 
 
 class CountReply(_Body):
