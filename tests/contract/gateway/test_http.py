@@ -196,13 +196,13 @@ async def test_the_openapi_document(stack: Stack) -> None:
         "/v1/collections/{name}/documents/delete",
         "/v1/collections/{name}/documents/get",
         "/v1/collections/{name}/documents/count",
-        "/v1/collections/{name}/search",
-        "/v1/collections/{name}/rerank",
-        "/v1/collections/{name}/explain",
         "/v1/collections/{name}/documents/list",
         "/v1/collections/{name}/tag",
         "/v1/collections/{name}/restore",
         "/v1/collections/{name}/compact",
+        "/v1/collections/{name}/search",
+        "/v1/collections/{name}/rerank",
+        "/v1/collections/{name}/explain",
         "/health",
     }
     schemas = document["components"]["schemas"]

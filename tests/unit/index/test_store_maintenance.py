@@ -197,7 +197,9 @@ def test_writes_during_compaction_lose_nothing(tmp_path: Path) -> None:
     assert store.maintenance.compact_tail(3).after <= 4
 
 
-def test_files_of_a_compaction_are_forced_out_before_its_version_is_told(tmp_path: Path) -> None:
+def test_files_of_a_compaction_are_forced_out_before_its_version_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = SyncLog(tmp_path)
     entry = Catalogue(tmp_path).create("acme", SPEC)
     store = CollectionStore(tmp_path, "acme", entry, StoreOptions(durability=Durability.DISK), sync=log)
@@ -211,6 +213,14 @@ def test_files_of_a_compaction_are_forced_out_before_its_version_is_told(tmp_pat
         advance(dataset)
 
     store._history.advance = noted  # type: ignore[method-assign]
+    commit = Rewrite.commit
+
+    def checked(self: Rewrite) -> lance.LanceDataset | None:
+        # Before the commit already, or another writer's commit on top of it would wait for these files.
+        assert {str(path.relative_to(tmp_path)) for path in self.files} <= set(log.paths)
+        return commit(self)
+
+    monkeypatch.setattr(Rewrite, "commit", checked)
     version = store.maintenance.compact_tail(2).version
     synced = next(paths for number, paths in told if number == version.number)
     head = lance.dataset(str(dataset_path(tmp_path, "acme", entry.incarnation)), version=version.number)

@@ -1,4 +1,4 @@
-"""The store against a dictionary: any sequence of writes, and every version ever made stays as it was."""
+"""The store against a dictionary: any sequence of writes and maintenance, and every version ever made stays as it was."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from phasemesh.index.cleanup import Cleaned
 from phasemesh.index.filters import Equals
+from phasemesh.index.listing import ListPosition
 from phasemesh.index.spec import StoredDocument, Version
 from tests.unit.index.documents import EVERYTHING, assert_same, by_id, make_document, open_store
 
@@ -46,6 +48,46 @@ class StoreAgainstDict(RuleBasedStateMachine):
         for name in ids:
             self.model.pop(name, None)
         self.history[done.version] = dict(self.model)
+
+    @rule(small=st.integers(1, 3))
+    def compact_tail(self, small: int) -> None:
+        done = self.store.maintenance.compact_tail(small)
+        assert done.after <= small
+        self.history[done.version] = dict(self.model)
+
+    @rule()
+    def compact(self) -> None:
+        done = self.store.maintenance.compact(wait_s=0.0)
+        assert done.after <= 1
+        self.history[done.version] = dict(self.model)
+        for ref in self.store.fragments(done.version):
+            assert not self.store.deleted_rows(done.version, ref.fragment_id).any()
+
+    @rule(pick=st.integers(0, 1000))
+    def restore(self, pick: int) -> None:
+        version, documents = list(self.history.items())[pick % len(self.history)]
+        restored = self.store.maintenance.restore(version, self.store.latest(), wait_s=0.0)
+        assert restored.number == max(one.number for one in self.history) + 1
+        self.model = dict(documents)
+        self.history[restored] = dict(self.model)
+
+    @rule()
+    def clean(self) -> None:
+        # Everything is younger than an hour.
+        assert self.store.maintenance.clean(3600.0) == Cleaned()
+
+    @rule(limit=st.integers(1, 4))
+    def list_page_by_page(self, limit: int) -> None:
+        version = self.store.latest()
+        found: list[StoredDocument] = []
+        start = ListPosition()
+        while page := self.store.list_page(version, start, limit, EVERYTHING):
+            found.extend(one.document for one in page)
+            start = page[-1].after
+            assert self.store.any_from(version, start) == (len(found) < len(self.model))
+        assert len(found) == len(self.model)
+        for document in found:
+            assert_same(document, self.model[document.id])
 
     @rule(pick=st.integers(0, 1000), seed=st.integers(0, 9))
     def read_some_version(self, pick: int, seed: int) -> None:

@@ -67,7 +67,7 @@ struct EncodeResult {
 // offsets: int64 [documents + 1] within 0..count, ascending, or null: each token is a document. Tokens outside
 //   every document are encoded too where they can be.
 // threads: at least 1. isa: upper limit.
-// errors: non-null; receives for float and integer codecs alike the distance |x - decode(encode(x))| / scale,
+// errors: where not null, receives for float and integer codecs alike the distance |x - decode(encode(x))| / scale,
 //   rounded up, float32 [count]; 0 for refused tokens. Null: not computed.
 EncodeResult encode(const void* tokens, FloatType type, std::size_t count, std::size_t dim, Codec codec,
                     std::uint64_t seed, const std::int64_t* offsets, std::size_t documents, int threads, Isa isa,

@@ -7,6 +7,10 @@
 #include <cmath>
 #include <cstring>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 #include "encode.hpp"
 
 namespace phasemesh::kernels {
@@ -14,20 +18,32 @@ namespace {
 
 constexpr std::size_t kLanes = 16;
 
-// A row of 16 tokens, in as many registers as the instruction set needs.
-typedef float Sixteen __attribute__((vector_size(64), aligned(64)));
-inline Sixteen load(const float* p) { return *reinterpret_cast<const Sixteen*>(p); }
-inline void store(float* p, Sixteen v) { *reinterpret_cast<Sixteen*>(p) = v; }
+// One register. Wider vectors than the instruction set has would be taken apart by way of memory.
+#if defined(__AVX512F__)
+constexpr std::size_t kWidth = 16;
+#elif defined(__AVX__)
+constexpr std::size_t kWidth = 8;
+#else
+constexpr std::size_t kWidth = 4;
+#endif
+typedef float Vector __attribute__((vector_size(4 * kWidth), aligned(4 * kWidth)));
+inline Vector load(const float* p) { return *reinterpret_cast<const Vector*>(p); }
+inline void store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
 
 inline float widen_half(std::uint16_t half) {
-    // Infinities and NaN first lose their exponent to the rebasing and get it back.
-    std::uint32_t bits = static_cast<std::uint32_t>(half & 0x7fffu) << 13;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    value *= 0x1p112f;
-    std::memcpy(&bits, &value, 4);
-    bits |= (half & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+    // Integers for all but the subnormal, which get an exponent and lose what it stands for by an exact
+    // subtraction. No binary32 here is subnormal: callers may have switched those off (flush to zero).
+    const std::uint32_t magnitude = static_cast<std::uint32_t>(half & 0x7fffu) << 13;
+    const std::uint32_t raised = magnitude + 0x38800000u;
+    float small;
+    std::memcpy(&small, &raised, 4);
+    small -= 0x1p-14f;
+    std::uint32_t bits;
+    std::memcpy(&bits, &small, 4);
+    bits = magnitude < 0x00800000u ? bits : magnitude + 0x38000000u;
+    bits |= magnitude >= 0x0f800000u ? 0x7f800000u : 0u;  // infinities and NaN
     bits |= static_cast<std::uint32_t>(half & 0x8000u) << 16;
+    float value;
     std::memcpy(&value, &bits, 4);
     return value;
 }
@@ -94,6 +110,17 @@ inline void gather(const EncodeRun& run, std::size_t first, std::size_t tokens, 
     for (std::size_t start = 0; start < dim; start += 16) {
         alignas(64) float tile[16][kLanes];
         for (std::size_t lane = 0; lane < kLanes; ++lane) {
+#if defined(__F16C__)
+            if constexpr (type == FloatType::f16) {  // exact as well, and never flushes
+                for (std::size_t i = 0; i < 16; i += 8) {
+                    __m128i halves;
+                    std::memcpy(&halves, token[lane] + 2 * (start + i), sizeof halves);
+                    const __m256 wide = _mm256_cvtph_ps(halves);
+                    std::memcpy(&tile[lane][i], &wide, sizeof wide);
+                }
+                continue;
+            }
+#endif
             for (std::size_t i = 0; i < 16; ++i) tile[lane][i] = element<type>(token[lane], start + i);
         }
         for (std::size_t i = 0; i < 16; ++i) {
@@ -102,21 +129,29 @@ inline void gather(const EncodeRun& run, std::size_t first, std::size_t tokens, 
     }
 }
 
-inline float rounded_up(double value) { return std::nextafterf(static_cast<float>(value), HUGE_VALF); }
+// What isn't a number (a rotation that overflowed, of vectors that should have had scales) bounds nothing: infinity.
+inline float rounded_up(double value) {
+    return value <= 0x1p127 ? nextafterf(static_cast<float>(value), HUGE_VALF) : HUGE_VALF;
+}
 
 // Rotates [dim][16] in `now`; `spare` is as large. Returns where the result is.
 inline float* rotate(const EncodeRun& run, float* now, float* spare) {
     for (std::size_t r = 0; r < run.round_count; ++r) {
         const RotationView& round = run.rounds[r];
         for (std::size_t i = 0; i < run.dim; ++i) {
-            store(spare + kLanes * i, round.sign[i] * load(now + kLanes * (round.from ? round.from[i] : i)));
+            const float* row = now + kLanes * (round.from ? round.from[i] : i);
+            for (std::size_t lane = 0; lane < kLanes; lane += kWidth) {
+                store(spare + kLanes * i + lane, round.sign[i] * load(row + lane));
+            }
         }
         for (std::size_t h = 1; h < run.block; h *= 2) {
             for (std::size_t start = 0; start < run.dim; start += 2 * h) {
-                for (std::size_t i = start; i < start + h; ++i) {
-                    const Sixteen a = load(spare + kLanes * i), b = load(spare + kLanes * (i + h));
-                    store(spare + kLanes * i, a + b);
-                    store(spare + kLanes * (i + h), a - b);
+                float* const low = spare + kLanes * start;
+                float* const high = low + kLanes * h;
+                for (std::size_t i = 0; i < kLanes * h; i += kWidth) {
+                    const Vector a = load(low + i), b = load(high + i);
+                    store(low + i, a + b);
+                    store(high + i, a - b);
                 }
             }
         }
@@ -251,12 +286,17 @@ inline void encode_run(const EncodeRun& run) {
         if (run.errors) {
             // What rounding may add: in here and in whoever undoes the rotation, and of a binary64 input.
             constexpr double kRounding = 160 * 0x1p-24;
+            // Of numbers below binary32's normal range, each of up to 4096 elements by half of 2^-149 at every step.
+            constexpr double kUnderflow = 0x1p-140;
             for (std::size_t lane = 0; lane < tokens; ++lane) {
-                const double norm = integer && run.scales ? 1.0 : std::sqrt(norms[lane]);
+                const bool scaled = integer && run.scales;
+                const double norm = scaled ? 1.0 : std::sqrt(norms[lane]);
                 const double distance = std::sqrt(distances[lane]) * (1 + 0x1p-30);
                 const bool rounds = integer || run.type == FloatType::f64;
+                const double scale = scaled ? static_cast<double>(run.scales[first + lane]) : 1.0;
+                const double allowance = (norm + distance) * kRounding + kUnderflow / scale;
                 run.errors[first + lane] =
-                    distance == 0.0 && !rounds ? 0.0f : rounded_up(distance + (rounds ? norm + distance : 0.0) * kRounding);
+                    distance == 0.0 && !rounds ? 0.0f : rounded_up(distance + (rounds ? allowance : 0.0));
             }
         }
     }

@@ -97,19 +97,28 @@ def plan_whole(
     return groups
 
 
-def fragment_sizes(dataset: lance.LanceDataset, file_tokens: dict[str, int]) -> list[FragmentSize]:
+def fragment_sizes(
+    dataset: lance.LanceDataset, file_tokens: dict[str, int], live_tokens: dict[str, tuple[int, int]]
+) -> list[FragmentSize]:
     """Sizes of all fragments of this version.
 
     Args:
         dataset: At the version.
         file_tokens: Token vectors of data files that are known; completed.
+        live_tokens: Deleted rows of a data file and the token vectors of the others, as last counted;
+            completed. Where a restore changed which rows are deleted, but not how many, the sum may be of the
+            other ones; it only decides what is merged.
     """
     sizes = []
     for fragment in dataset.get_fragments():
         deleted = fragment.num_deletions
         if deleted:
-            counts = fragment.scanner(columns=[TOKEN_COUNT]).to_table().column(TOKEN_COUNT)
-            tokens = sum(int(chunk.to_numpy().sum()) for chunk in counts.chunks)
+            key = token_file(dataset, fragment)
+            known, tokens = live_tokens.get(key, (0, 0))
+            if known != deleted:
+                counts = fragment.scanner(columns=[TOKEN_COUNT]).to_table().column(TOKEN_COUNT)
+                tokens = sum(int(chunk.to_numpy().sum()) for chunk in counts.chunks)
+                live_tokens[key] = (deleted, tokens)
         else:
             tokens = physical_tokens(dataset, fragment, file_tokens)
         sizes.append(FragmentSize(fragment.fragment_id, fragment.physical_rows - deleted, tokens, deleted))
@@ -121,10 +130,12 @@ def physical_tokens(
 ) -> int:
     """Token vectors of all physical rows of a fragment, looked up in `file_tokens` or noted there."""
     key = token_file(dataset, fragment)
-    if key not in file_tokens:
+    tokens = file_tokens.get(key)
+    if tokens is None:
         counts = physical_columns(dataset, fragment, [TOKEN_COUNT]).column(TOKEN_COUNT)
-        file_tokens[key] = sum(int(chunk.to_numpy().sum()) for chunk in counts.chunks)
-    return file_tokens[key]
+        tokens = sum(int(chunk.to_numpy().sum()) for chunk in counts.chunks)
+        file_tokens[key] = tokens
+    return tokens
 
 
 class Rewrite:

@@ -28,6 +28,7 @@ from phasemesh.index.durability import Durability, Sync
 from phasemesh.index.errors import HeadMoved, WriteConflict
 from phasemesh.index.history import History
 from phasemesh.index.leases import Lease
+from phasemesh.index.reading import token_file
 from phasemesh.index.spec import Version
 
 #: Plans that a write may spoil in a row before compaction gives up for now.
@@ -82,6 +83,7 @@ class Maintenance:
         self._lease = lease
         self._file_tokens = file_tokens
         self._sync = sync
+        self._live_tokens: dict[str, tuple[int, int]] = {}
 
     # Compaction
 
@@ -153,7 +155,7 @@ class Maintenance:
                 spoilt = 0
             head = self._head()
         if merged:
-            self._committer.forget_files(head)
+            self._forget_files(head)
         return Compacted(self._history.version_of(head), before, len(head.get_fragments()), merged, conflicts)
 
     # Cleanup
@@ -260,7 +262,15 @@ class Maintenance:
         return self._history.head(refresh=True)
 
     def _sizes(self, dataset: lance.LanceDataset) -> list[FragmentSize]:
-        return fragment_sizes(dataset, self._file_tokens)
+        return fragment_sizes(dataset, self._file_tokens, self._live_tokens)
+
+    def _forget_files(self, dataset: lance.LanceDataset) -> None:
+        """Forget what is known of files that a version doesn't have; they are looked up anew if need be."""
+        self._committer.forget_files(dataset)
+        there = {token_file(dataset, fragment) for fragment in dataset.get_fragments()}
+        for known in (self._file_tokens, self._live_tokens):
+            for key in [key for key in list(known) if key not in there]:
+                known.pop(key, None)
 
     def _check_head(self, head: lance.LanceDataset, expected: Version) -> None:
         for number in range(expected.number + 1, head.version + 1):
