@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -78,6 +79,20 @@ def encoder_target(settings: Settings, target: str | None) -> str:
     return authority(settings.encoder.host, report.port)
 
 
+@contextmanager
+def named_target(target: str) -> Iterator[None]:
+    """Say whom a call was for where nobody answers, or a key is wanted."""
+    try:
+        yield
+    except Unavailable as error:
+        hint = "; does it run there?" if error.reason == "PEER_UNREACHABLE" else ""
+        raise Unavailable(f"{target}: {error.message}{hint}", reason=error.reason) from None
+    except Unauthenticated as error:
+        raise Unauthenticated(
+            f"{target} needs a key: give --key, PHASEMESH_KEY, or the mesh's --config", reason=error.reason
+        ) from None
+
+
 def call_once(
     settings: Settings,
     key: str | None,
@@ -96,14 +111,8 @@ def call_once(
     async def run() -> T:
         client = RpcClient(rpc=settings.rpc, key=key or settings.access.mesh_key())
         try:
-            reply = await client.call(target, EncoderServiceStub, method, request, timeout_s=timeout_s)
-        except Unavailable as error:
-            raise Unavailable(f"{target}: {error.message}; does it run there?", reason=error.reason) from None
-        except Unauthenticated as error:
-            raise Unauthenticated(
-                f"{target} needs a key: give --key, PHASEMESH_KEY, or the mesh's --config",
-                reason=error.reason,
-            ) from None
+            with named_target(target):
+                reply = await client.call(target, EncoderServiceStub, method, request, timeout_s=timeout_s)
         finally:
             await client.close()
         assert isinstance(reply, kind)

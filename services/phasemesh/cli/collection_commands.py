@@ -13,12 +13,20 @@ from typing import Annotated, TypeVar
 import typer
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Value
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from phasemesh.cli.banner import token_model
-from phasemesh.cli.client_commands import JsonOption, KeyOption, TimeoutOption, encoder_target, timing_line
+from phasemesh.cli.client_commands import (
+    JsonOption,
+    KeyOption,
+    TimeoutOption,
+    encoder_target,
+    named_target,
+    timing_line,
+)
 from phasemesh.cli.collection_values import declared_fields, filter_of
 from phasemesh.cli.corpus import PATH_FIELD, SourceDocument, batches, corpus_files, read_documents
 from phasemesh.cli.options import ConfigOption, RuntimeDirOption, settings_from
@@ -41,6 +49,8 @@ BATCH_BYTES = 4 * 2**20
 DEFAULT_COLLECTION = "documents"
 _SNIPPET_CHARS = 160
 _SHOWN_FAILURES = 5
+#: Paragraphs of a file up to which those that an earlier run made are looked for: a filter takes 10,000.
+STALE_IDS = 9_000
 
 CollectionOption = Annotated[str, typer.Option("--collection", help="Name of the collection.")]
 RetrievalOption = Annotated[
@@ -60,6 +70,7 @@ class Indexed:
         stored: documents stored.
         failed: documents refused, with the reasons of the first ones.
         failures: texts of the first refusals.
+        removed: documents of earlier runs that the files no longer hold.
         tokens: that encoding took.
         truncated: documents that were cut to fit the model.
     """
@@ -69,6 +80,7 @@ class Indexed:
     tokens: int = 0
     truncated: int = 0
     failures: list[str] = field(default_factory=list)
+    removed: int = 0
 
     def add(self, reply: pb.UpsertDocumentsResponse) -> None:
         """Count a batch."""
@@ -90,6 +102,8 @@ class Indexed:
         ]
         if self.truncated:
             parts.append(f"{self.truncated} cut to fit the model")
+        if self.removed:
+            parts.append(f"{self.removed} removed")
         if self.failed:
             parts.append(f"{self.failed} refused")
         return ", ".join(parts)
@@ -137,8 +151,9 @@ def index(
     """Index the paragraphs of text files; the collection is created if it isn't there.
 
     Ids are made of path and position, so running it again replaces documents instead of doubling them, and a
-    run that was broken off can be repeated. Each line of a .jsonl file is an object with `text`, perhaps an
-    `id`, and values for fields that the collection declares.
+    run that was broken off can be repeated. What a file no longer holds is deleted; documents of a file that
+    is gone stay. A file that can't be read is named at the end, and the others are indexed. Each line of a
+    .jsonl file is an object with `text`, perhaps an `id`, and values for fields that the collection declares.
 
     [bold]Examples[/]
 
@@ -148,15 +163,24 @@ def index(
     """
     files = corpus_files(folder, file or ())
     settings = settings_from(config, runtime_dir=runtime_dir)
-    documents = [document for path, name in files for document in read_documents(path, name)]
+    documents: list[SourceDocument] = []
+    unread: list[str] = []
+    for path, name in files:
+        try:
+            documents += list(read_documents(path, name))
+        except SettingsError as error:
+            # The others are worth having without it.
+            unread.append(str(error))
     if not documents:
-        raise SettingsError("the files hold no text")
+        raise SettingsError(unread[0] if unread else "the files hold no text")
     address = retrieval_target(settings, target)
     console = Console(stderr=True, highlight=False)
     done = asyncio.run(_index(settings, key, address, collection, model, documents, timeout_s, console))
     for failure in done.failures:
         console.print(f"refused: {failure}", style="red", markup=False, soft_wrap=True)
-    if done.failed:
+    for problem in unread:
+        console.print(f"not read: {problem}", style="red", markup=False, soft_wrap=True)
+    if done.failed or unread:
         raise typer.Exit(1)
 
 
@@ -181,10 +205,39 @@ async def _index(
             for batch in batches(documents, size=BATCH_DOCUMENTS, max_bytes=BATCH_BYTES):
                 done.add(await _upsert(client, target, spec, batch, timeout_s))
                 progress.advance(task, len(batch))
+        if any(declared.name == PATH_FIELD for declared in spec.fields):
+            done.removed = await _remove_stale(client, target, collection, documents, timeout_s)
     finally:
         await client.close()
         console.print(done.summary(time.monotonic() - began), markup=False, soft_wrap=True)
     return done
+
+
+async def _remove_stale(
+    client: RpcClient, target: str, collection: str, documents: Sequence[SourceDocument], timeout_s: float
+) -> int:
+    """Delete what earlier runs made of these files and this one didn't; returns how many.
+
+    Of a file that is gone altogether nothing is known here, so its documents stay.
+    """
+    kept: dict[str, list[str]] = {}
+    for document in documents:
+        # A line of JSON may have a `path` of its own: whose documents those are isn't ours to say.
+        if document.fields[PATH_FIELD] == document.file:
+            kept.setdefault(document.file, []).append(document.id)
+    removed = 0
+    for path, ids in kept.items():
+        if len(ids) > STALE_IDS:
+            continue
+        ours = pb.Filter(equals=pb.FieldEquals(field=PATH_FIELD, value=Value(string_value=path)))
+        current = pb.Filter()
+        getattr(current, "not").CopyFrom(pb.Filter(id_in=pb.IdIn(ids=ids)))
+        request = pb.DeleteDocumentsRequest(
+            collection=collection, filter=pb.Filter(all=pb.FilterList(filters=[ours, current]))
+        )
+        reply = await _call(client, target, "DeleteDocuments", request, pb.DeleteDocumentsResponse, timeout_s)
+        removed += reply.deleted
+    return removed
 
 
 async def _existing_or_new(
@@ -345,6 +398,7 @@ def snippet(text: str, most: int = _SNIPPET_CHARS) -> str:
 async def _call(
     client: RpcClient, target: str, method: str, request: Message, kind: type[R], timeout_s: float
 ) -> R:
-    reply = await client.call(target, RetrievalServiceStub, method, request, timeout_s=timeout_s)
+    with named_target(target):
+        reply = await client.call(target, RetrievalServiceStub, method, request, timeout_s=timeout_s)
     assert isinstance(reply, kind)
     return reply

@@ -30,11 +30,13 @@ class SourceDocument:
         id: "path#n", counted from 1; a .jsonl line's own `id` where it has one.
         text: without blanks at its ends; never empty.
         fields: `path`, and the further values of a .jsonl line.
+        file: name of the file that it is of.
     """
 
     id: str
     text: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+    file: str = field(default="", compare=False)
 
 
 def corpus_files(folder: Path | None, files: Iterable[Path]) -> list[tuple[Path, str]]:
@@ -89,7 +91,7 @@ def read_documents(file: Path, name: str) -> Iterator[SourceDocument]:
         yield from _json_lines(text, file, name)
         return
     for number, part in enumerate(paragraphs(text), start=1):
-        yield SourceDocument(f"{name}#{number}", part, {PATH_FIELD: name})
+        yield SourceDocument(f"{name}#{number}", part, {PATH_FIELD: name}, name)
 
 
 def _json_lines(text: str, file: Path, name: str) -> Iterator[SourceDocument]:
@@ -109,7 +111,7 @@ def _json_lines(text: str, file: Path, name: str) -> Iterator[SourceDocument]:
         if not isinstance(given, str | int) or isinstance(given, bool):
             raise SettingsError(f"{file}: line {number}: `id` has to be a string or an integer")
         others = {key: value for key, value in row.items() if key not in ("id", "text")}
-        yield SourceDocument(str(given), row["text"].strip(), {PATH_FIELD: name, **others})
+        yield SourceDocument(str(given), row["text"].strip(), {PATH_FIELD: name, **others}, name)
 
 
 def batches(

@@ -245,7 +245,11 @@ class RetrievalSettings(ServerSettings):
         "disk", description="`disk`: a commit is acknowledged after its files are synced."
     )
     refresh_ms: int = Field(500, ge=0, description="Age up to which other processes' commits may be unseen.")
-    fragment_tokens: int = Field(2_000_000, ge=1, description="Tokens at which a fragment is cut.")
+    fragment_tokens: int = Field(
+        2_000_000,
+        ge=1,
+        description="Tokens at which a fragment is cut. Set lower, an upsert of more is several commits.",
+    )
     delete_grace_s: float = Field(
         3600.0, ge=0, description="Age at which a deleted collection's data goes, seconds."
     )

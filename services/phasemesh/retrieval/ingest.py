@@ -31,12 +31,16 @@ class Ingest:
         collections: to write to.
         encoder: of texts.
         max_documents: most documents in one request.
+        max_tokens: most token vectors in one request of several documents, so that it is one commit.
     """
 
-    def __init__(self, collections: Collections, encoder: TextEncoder, *, max_documents: int) -> None:
+    def __init__(
+        self, collections: Collections, encoder: TextEncoder, *, max_documents: int, max_tokens: int
+    ) -> None:
         self._collections = collections
         self._encoder = encoder
         self._max_documents = max_documents
+        self._max_tokens = max_tokens
 
     async def upsert(self, request: Request, wire: pb.UpsertDocumentsRequest) -> pb.UpsertDocumentsResponse:
         """Store the documents of `wire`.
@@ -49,6 +53,14 @@ class Ingest:
         check_count(len(wire.documents), self._max_documents, "documents")
         batch = await self._collections.run(lambda: _Batch.of(wire.documents, opened))
         await self._encode(request, wire, opened, batch)
+        tokens = batch.tokens
+        if tokens > self._max_tokens and len(batch.drafts) > 1:
+            raise InvalidArgument(
+                f"documents: have {tokens} token vectors together, and one commit takes {self._max_tokens}; "
+                "send fewer documents at a time",
+                reason="TOO_MANY_TOKENS",
+                field="documents",
+            )
         with request.clock.phase(names.PHASE_COMMIT):
             version = await self._collections.commit(lambda: batch.commit(opened))
         return pb.UpsertDocumentsResponse(
@@ -170,6 +182,11 @@ class _Batch:
         encoded = draft.encoded(vectors, result.spans, truncated=bool(result.usage.truncated_inputs))
         _check(encoded, opened)
         return encoded
+
+    @property
+    def tokens(self) -> int:
+        """Token vectors of the documents that haven't failed."""
+        return sum(len(draft.document.tokens) for draft in self.drafts.values())
 
     def commit(self, opened: Opened) -> Version:
         """Store what hasn't failed; returns the first version that holds it. Blocks."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from phasemesh.config.settings import Settings
+from phasemesh.index.commit import TARGET_TOKENS
 from phasemesh.retrieval.catalogue import CatalogueLines
 from phasemesh.retrieval.encoding import TextEncoder
 from phasemesh.retrieval.explain import Explain
@@ -109,7 +110,12 @@ class RetrievalRuntime:
         self.servicer = RetrievalServicer(
             self._requests,
             CatalogueLines(self._collections, encoder),
-            Ingest(self._collections, encoder, max_documents=retrieval.max_documents),
+            Ingest(
+                self._collections,
+                encoder,
+                max_documents=retrieval.max_documents,
+                max_tokens=max(retrieval.fragment_tokens, TARGET_TOKENS),
+            ),
             Reads(
                 self._collections, max_documents=retrieval.max_documents, max_message_bytes=max_message_bytes
             ),

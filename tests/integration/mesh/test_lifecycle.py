@@ -148,10 +148,51 @@ def test_client_commands(mesh: Mesh, tmp_path: Path) -> None:
 def test_demo(mesh: Mesh) -> None:
     out = cli("demo", "-m", "minilm", "--runtime-dir", str(mesh.runtime_dir))
     assert "260 vectors of 384" in out
-    found = int(re.search(r"(\d+) of 24 questions", out)[1])  # type: ignore[index]  # asserted by the subscript
-    assert found >= 22
-    assert "encode.forward" in out
-    assert "gateway.rpc" in out
+    # By cosine of embeddings, and by late interaction over a collection.
+    by_cosine, by_tokens = (int(found) for found in re.findall(r"(\d+) of 24 questions", out))
+    assert by_cosine >= 22
+    assert 0 <= by_tokens <= 24  # of the late-interaction model, which is a tiny one here and knows nothing
+    assert "260 documents" in out
+    for phase in ("encode.forward", "gateway.rpc", "search.plan", "score.maxsim", "search.merge"):
+        assert phase in out
+
+
+def test_index_and_search_commands(mesh: Mesh, tmp_path: Path) -> None:
+    where = ("--runtime-dir", str(mesh.runtime_dir), "--collection", "papers")
+    folder = tmp_path / "papers"
+    folder.mkdir()
+    moon = folder / "moon.md"
+    moon.write_text("The Moon orbits the Earth once a month.\n\nTides follow the Moon.\n")
+    (folder / "bread.jsonl").write_text('{"id": "b1", "text": "Bread needs flour, water and yeast."}\n')
+    out = cli("index", str(folder), "-m", "minilm", *where)
+    assert "created papers" in out
+    assert "3 documents" in out
+    table = cli("search", "What does the Moon go around?", *where)
+    assert "moon.md#1" in table
+    assert "score.maxsim" in table
+    assert "exact" in table
+
+    def found(*arguments: str) -> list[str]:
+        rows = cli("search", "the Moon and the tides", "--json", *arguments, *where).splitlines()
+        return [json.loads(row)["id"] for row in rows if row.startswith("{")]
+
+    assert set(found()) == {"moon.md#1", "moon.md#2", "b1"}
+    assert found("--filter", "path=bread.jsonl") == ["b1"]
+    assert found("--filter", '{"not": {"equals": {"field": "path", "value": "moon.md"}}}') == ["b1"]
+    # Again: nothing is doubled, and what a file no longer holds is gone.
+    moon.write_text("The Moon orbits the Earth once a month.\n")
+    assert "1 removed" in cli("index", str(folder), *where)
+    assert set(found()) == {"moon.md#1", "b1"}
+    # A file that can't be read costs the others nothing.
+    (folder / "noise.txt").write_bytes(bytes(range(128, 256)))
+    (folder / "more.txt").write_text("Venus turns slowly.")
+    out = cli("index", str(folder), *where, status=1)
+    assert "noise.txt: is not UTF-8" in out
+    assert "more.txt#1" in found()
+    assert "COLLECTION_NOT_FOUND" in cli(
+        "search", "x", "--runtime-dir", str(mesh.runtime_dir), "--collection", "nobody", status=1
+    )
+    assert "does it run there?" in cli("search", "x", "--target", "127.0.0.1:1", *where, status=1)
 
 
 def test_ctrl_c_drains_and_leaves_nothing() -> None:

@@ -292,9 +292,11 @@ async def test_another_recipe_under_the_models_name_is_refused(tmp_path: Path) -
         assert caught.value.reason == "RECIPE_MISMATCH"
         served.encoder.listed_hash = "e" * 32
         await served.directory.refresh()
+        served.encoder.calls.clear()
         with pytest.raises(FailedPrecondition) as caught:
             await served.search("word")
         assert caught.value.reason == "RECIPE_MISMATCH"
+        assert not served.encoder.calls  # known beforehand, so nobody is asked
         # Vectors need no model.
         assert [hit.id for hit in (await served.search(text_matrix("word", "D"))).hits] == ["a"]
 
@@ -336,3 +338,21 @@ async def test_normalize_policies(served: Stack, name: str, policy: str) -> None
         expected = ranking(query, read, 9)
         assert [key for key, _ in found] == [key for key, _ in expected]
         assert np.allclose([score for _, score in found], [score for _, score in expected], rtol=1e-6)
+
+
+async def test_a_request_that_one_commit_cannot_hold_stores_nothing(served: Stack, name: str) -> None:
+    await served.create(name)
+    rows = unit_rows(np.random.default_rng(1), 2)
+    ingest = served.runtime.servicer._ingest
+    limit, ingest._max_tokens = ingest._max_tokens, 5
+    try:
+        with pytest.raises(InvalidArgument, match="fewer documents") as refused:
+            await served.upsert(*(given(key, rows) for key in "abc"), name=name)
+        assert (refused.value.reason, refused.value.field) == ("TOO_MANY_TOKENS", "documents")
+        count = await served("CountDocuments", pb.CountDocumentsRequest(collection=name))
+        assert count.documents == 0
+        await served.upsert(given("long", unit_rows(np.random.default_rng(1), 9)), name=name)  # alone it may
+        await served.upsert(*(given(key, rows) for key in "ab"), name=name)
+    finally:
+        ingest._max_tokens = limit
+    assert limit == 2_000_000

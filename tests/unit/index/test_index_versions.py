@@ -102,12 +102,12 @@ def test_a_segment_derived_at_a_later_version_serves_an_earlier_one(tmp_path: Pa
 def test_many_deletions_derive_each_data_file_once(tmp_path: Path) -> None:
     store = open_store(tmp_path / "root")
     cache = SegmentCache(tmp_path / "cache", 2**30)
-    documents = [make_document(f"d{number:02}", 2) for number in range(24)]
+    documents = [make_document(f"d{number:03}", 2) for number in range(204)]
     version = store.upsert(documents).version
-    for count in range(1, 21):
+    for count in range(1, 201):
         search(store, cache, version)
         version = store.delete([documents[count - 1].id]).version
-        assert_truth(search(store, cache, version), documents[count:])
+        assert_truth(search(store, cache, version, k=300), documents[count:])
     assert cache.counters.derivations == 1
     cache.close()
 

@@ -32,6 +32,10 @@ from phasemesh.index.spec import CollectionSpec, StoredDocument, Version
 _RESTORED_RETRIES = 5
 
 
+#: Token vectors that a fragment has at most, unless a document alone has more.
+TARGET_TOKENS = 2_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     """How a store writes and reads.
@@ -48,7 +52,7 @@ class StoreOptions:
 
     durability: Durability = Durability.DISK
     refresh_ms: float = 1000.0
-    target_tokens: int = 2_000_000
+    target_tokens: int = TARGET_TOKENS
     limit_tokens: int = 4_000_000
     conflict_retries: int = 50
     conflict_timeout_s: float = 30.0
