@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phasemesh.index.coded import scan
-from phasemesh.index.kernel import maxsim
-from phasemesh.index.rescore import Known, best_tokens, error_bound, exact_maxsim, scale_query
+from phasemesh.index.rescore import Known, best_tokens, exact_maxsim, scale_query
+from phasemesh.index.scanner import CPU, Scanned, Scanner, scan_vectors
 from phasemesh.index.segments import Segment
-from phasemesh.index.spec import Codec, Reduction
+from phasemesh.index.spec import Reduction
 
 #: With 4-bit codes this many times k documents go on to be scored from their vectors, ...
 COARSE_FACTOR = 4
@@ -136,6 +135,7 @@ def leaf_search(
     k: int,
     reduction: Reduction,
     *,
+    scanner: Scanner = CPU,
     checkpoint: Callable[[], None] | None = None,
 ) -> LeafResult:
     """Finds the best documents of some fragments by scanning them all.
@@ -145,12 +145,14 @@ def leaf_search(
         query: Query token vectors, float32 [q, d], q ≥ 1, finite.
         k: Documents wanted, at least 1.
         reduction: How the query tokens' best similarities are combined.
+        scanner: Has the first look; doesn't change what is returned.
         checkpoint: Called between blocks of work; what it raises ends the search.
 
     Raises:
         ValueError: `k` or the query can't be searched with.
     """
-    (result,) = leaf_searches(sources, [LeafQuery(query, k, reduction)], checkpoint=checkpoint)
+    queries = [LeafQuery(query, k, reduction)]
+    (result,) = leaf_searches(sources, queries, scanner=scanner, checkpoint=checkpoint)
     if isinstance(result, Exception):
         raise result
     return result
@@ -160,6 +162,7 @@ def leaf_searches(
     sources: Sequence[LeafSource],
     queries: Sequence[LeafQuery],
     *,
+    scanner: Scanner = CPU,
     checkpoint: Callable[[], None] | None = None,
 ) -> list[LeafResult | Exception]:
     """Several searches of the same rows of the same fragments, whose codes are read once for all of them.
@@ -167,6 +170,7 @@ def leaf_searches(
     Args:
         sources: Fragments, each once.
         queries: What is searched for; at least one.
+        scanner: Has the first look.
         checkpoint: Called between blocks of work; what it raises ends all searches.
 
     Returns:
@@ -185,8 +189,9 @@ def leaf_searches(
     if scans:
         for number, source in enumerate(sources):
             scaled = [scan.scaled for scan in scans]
-            for scan, (scores, errors) in zip(scans, _scan_source(source, scaled, checkpoint), strict=True):
-                scan.add(number, source, scores, errors)
+            found = scanner.scan(source.segment, scaled, source.visible, checkpoint)
+            for scan, scanned in zip(scans, found, strict=True):
+                scan.add(number, source, scanned)
     for scan in scans:
         try:
             results[scan.position] = scan.finish(sources, checkpoint)
@@ -213,16 +218,11 @@ class _Scan:
         self._documents = self._tokens = 0
         self._coarse = False
 
-    def add(
-        self,
-        number: int,
-        source: LeafSource,
-        scores: npt.NDArray[np.float32],
-        errors: npt.NDArray[np.float64],
-    ) -> None:
-        """Takes in the scores of a source's rows, and how far each can be from exact."""
+    def add(self, number: int, source: LeafSource, scanned: Scanned) -> None:
+        """Takes in what a scan of a source found."""
+        scores, errors = scanned.scores, scanned.errors
         scored = np.flatnonzero(scores > -np.inf)
-        self._coarse |= source.segment.key.codec is Codec.INT4
+        self._coarse |= scanned.coarse
         self._documents += len(scored)
         self._tokens += int(source.segment.row_lengths[scored].sum())
         self._best.add(number, scored, scores[scored], errors[scored])
@@ -238,8 +238,8 @@ class _Scan:
                 segment = sources[number].segment
                 mask = np.zeros(segment.rows, np.bool_)
                 mask[rows] = True
-                scores, errors = _scan_vectors(segment, self.scaled, mask, checkpoint)
-                finer.add(number, rows, scores[rows], errors[rows])
+                scanned = scan_vectors(segment, self.scaled, mask, checkpoint)
+                finer.add(number, rows, scanned.scores[rows], scanned.errors[rows])
             best = finer
         hits: list[LeafHit] = []
         mean = self._query.reduction is Reduction.MEAN
@@ -253,26 +253,6 @@ class _Scan:
         rescored = len(hits)
         hits.sort(key=lambda hit: (-hit.score, hit.id))
         return LeafResult(tuple(hits[:k]), self._documents, self._tokens, rescored, proven)
-
-
-def _scan_source(
-    source: LeafSource,
-    scaled: Sequence[npt.NDArray[np.float32]],
-    checkpoint: Callable[[], None] | None,
-) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]]:
-    segment = source.segment
-    if segment.key.codec is None:
-        return [_scan_vectors(segment, query, source.visible, checkpoint) for query in scaled]
-    return scan(
-        scaled,
-        segment.codes,
-        segment.key.codec,
-        segment.range_offsets,
-        segment.norms,
-        mask=source.visible,
-        range_to_row=segment.range_to_row,
-        checkpoint=checkpoint,
-    )
 
 
 def leaf_score(
@@ -361,25 +341,6 @@ def _align(
     begin, stop = segment.range_offsets[best], segment.range_offsets[best + 1]
     matched, similarities = best_tokens(query, segment.tokens[begin:stop])
     return matched + (begin - segment.range_offsets[ranges[0]]), similarities
-
-
-def _scan_vectors(
-    segment: Segment,
-    scaled: npt.NDArray[np.float32],
-    mask: npt.NDArray[np.bool_] | None,
-    checkpoint: Callable[[], None] | None,
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    """Scores of a segment's rows from their vectors in float32, and how far each can be from exact."""
-    scores = maxsim(
-        scaled,
-        segment.tokens,
-        segment.range_offsets,
-        mask=mask,
-        range_to_row=segment.range_to_row,
-        rows=segment.rows,
-        checkpoint=checkpoint,
-    )
-    return scores, error_bound(scaled, segment.norms, scores)
 
 
 def _score_rows(
