@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from phasemesh.config.settings import AccessSettings, RpcSettings, ScorerSettings, ServerSettings
+from phasemesh.engine.device_scan import DeviceScanner
 from phasemesh.errors import (
     InvalidArgument,
     NotFound,
@@ -31,6 +32,7 @@ from phasemesh.index.catalogue import Catalogue
 from phasemesh.index.commit import StoreOptions
 from phasemesh.index.durability import Durability
 from phasemesh.index.native import kernel_name, slow_kernel
+from phasemesh.index.scanner import CPU, Scanner
 from phasemesh.index.spec import CollectionSpec, StoredDocument, Version
 from phasemesh.index.store import CollectionStore
 from phasemesh.rpc.client import RpcClient
@@ -146,11 +148,17 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    root: Path, cache: Path, *, access: AccessSettings | None = None, key: str | None = None, **settings: Any
+    root: Path,
+    cache: Path,
+    *,
+    access: AccessSettings | None = None,
+    key: str | None = None,
+    scanner: Scanner = CPU,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     metrics = Metrics()
     options = {"port": 0, "admin_port": 0, "threads": 2, **settings}
-    runtime = ScorerRuntime(ScorerSettings(**options), root, cache, metrics)
+    runtime = ScorerRuntime(ScorerSettings(**options), root, cache, metrics, scanner=scanner)
     rpc = RpcSettings(drain_s=5.0)
     server = RpcServer(
         role="scorer", server=ServerSettings(port=0, admin_port=0), rpc=rpc, access=access or AccessSettings(),
@@ -235,6 +243,19 @@ async def test_search_equals_brute_force_order_included(
     assert coverage.tokens == sum(map(len, corpus.collection.documents.values()))
     assert coverage.exact
     assert coverage.candidates == rpb.CANDIDATE_SOURCE_EXHAUSTIVE
+
+
+async def test_a_scorer_with_a_device_answers_the_same_and_says_what_scans(
+    served: Served, corpus: Corpus, tmp_path: Path
+) -> None:
+    request = corpus.collection.request(corpus.version, corpus.query, 25)
+    scanner = DeviceScanner("cpu", 1 << 30)
+    async with serving(corpus.collection.root, tmp_path, scanner=scanner) as other:
+        reply = await other("LeafSearch", request)
+        assert list(reply.hits) == list((await served("LeafSearch", request)).hits)
+        assert reply.coverage.exact
+        assert (await other("GetLoad", pb.GetLoadRequest())).kernel == "cpu-torch-float16"
+    assert scanner.resident_bytes == 2 * DIM * reply.coverage.tokens
 
 
 async def test_alike_documents_tie_by_id_whatever_fragment_they_lie_in(

@@ -277,6 +277,16 @@ class ScorerSettings(ServerSettings):
     )
     capacity_bytes: int = Field(4 * 2**30, ge=2**20, description="Most bytes of segments kept resident.")
     threads: int | None = Field(None, ge=1, description="Scoring threads; default: the machine's CPUs.")
+    device: str = Field(
+        "cpu",
+        pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$",
+        description="What scans vectors: cpu, cuda or cuda:N, which needs the extra scorer-cuda.",
+    )
+    device_bytes: int | None = Field(
+        None,
+        ge=2**20,
+        description="Most bytes of vectors on the device; default: 80 % of what is free at the start.",
+    )
     max_queued_scan_work: int = Field(
         2_000_000_000,
         ge=1,

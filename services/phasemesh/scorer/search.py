@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from phasemesh.index.leaf import LeafQuery, LeafResult, LeafSource, leaf_search, leaf_searches
+from phasemesh.index.scanner import Scanner
 from phasemesh.index.spec import Version
 from phasemesh.scorer.admission import Claim, Shared, Unit, scan_work
 from phasemesh.scorer.fragments import Asked, Found, Fragments
@@ -58,7 +59,7 @@ async def search(
             version = None if any(one.allowed is not None for one in asked) else index.version
             groups = deal(sources, shop.queue.threads)
             while groups:
-                units = [_unit(group, wanted, version) for group in groups]
+                units = [_unit(shop.scanner, group, wanted, version) for group in groups]
                 done = zip(groups, await claim.run(units), strict=True)
                 groups = []
                 for group, result in done:
@@ -126,20 +127,27 @@ def scored(
     shop.metrics.scanned_documents.inc(documents)
 
 
-def _unit(group: Sequence[LeafSource], query: LeafQuery, version: Version | None) -> Unit[LeafResult]:
+def _unit(
+    scanner: Scanner, group: Sequence[LeafSource], query: LeafQuery, version: Version | None
+) -> Unit[LeafResult]:
     work = scan_work(sum(visible_tokens(source) for source in group), len(query.vectors))
     shared = None
     if version is not None:
         key = (version, tuple(source.fragment_id for source in group))
-        shared = Shared(key, query, partial(_search_all, group))
-    return Unit(work, partial(_search, group, query), shared)
+        shared = Shared(key, query, partial(_search_all, scanner, group))
+    return Unit(work, partial(_search, scanner, group, query), shared)
 
 
-def _search(group: Sequence[LeafSource], query: LeafQuery, checkpoint: Callable[[], None]) -> LeafResult:
-    return leaf_search(group, query.vectors, query.k, query.reduction, checkpoint=checkpoint)
+def _search(
+    scanner: Scanner, group: Sequence[LeafSource], query: LeafQuery, checkpoint: Callable[[], None]
+) -> LeafResult:
+    return leaf_search(group, query.vectors, query.k, query.reduction, scanner=scanner, checkpoint=checkpoint)
 
 
 def _search_all(
-    group: Sequence[LeafSource], queries: Sequence[LeafQuery], checkpoint: Callable[[], None]
+    scanner: Scanner,
+    group: Sequence[LeafSource],
+    queries: Sequence[LeafQuery],
+    checkpoint: Callable[[], None],
 ) -> list[LeafResult | Exception]:
-    return leaf_searches(group, queries, checkpoint=checkpoint)
+    return leaf_searches(group, queries, scanner=scanner, checkpoint=checkpoint)

@@ -22,7 +22,7 @@ from threadpoolctl import ThreadpoolController
 
 from phasemesh.config.settings import RpcSettings, ScorerSettings
 from phasemesh.index.cache import CacheFolderInUse, SegmentCache
-from phasemesh.index.native import kernel_name, slow_kernel
+from phasemesh.index.scanner import CPU, Scanner
 from phasemesh.rpc.admin import Health
 from phasemesh.scorer.admission import ScanQueue
 from phasemesh.scorer.fragments import Fragments
@@ -54,6 +54,7 @@ class ScorerRuntime:
         cache_dir: this scorer's segments; nobody else's, made if missing.
         metrics: of the process.
         max_message_bytes: largest reply.
+        scanner: has the first look at all vectors; it changes no answer.
         now_s: monotonic seconds, the clock of deadlines.
         now_ns: monotonic nanoseconds, the clock of phases.
         unix_ns: nanoseconds since 1970, which spans are dated with.
@@ -70,6 +71,7 @@ class ScorerRuntime:
         metrics: Metrics,
         *,
         max_message_bytes: int | None = None,
+        scanner: Scanner = CPU,
         now_s: Callable[[], float] = time.monotonic,
         now_ns: Callable[[], int] = time.perf_counter_ns,
         unix_ns: Callable[[], int] = time.time_ns,
@@ -100,6 +102,7 @@ class ScorerRuntime:
             max_message_bytes=max_message_bytes or RpcSettings().max_message_bytes,
             now_ns=now_ns,
             unix_ns=unix_ns,
+            scanner=scanner,
         )
         self._fragments = Fragments(
             Snapshots(data_dir, now_s=now_s),
@@ -123,10 +126,11 @@ class ScorerRuntime:
             raise ScorerStartError(f"scorer.cache_dir: {fault}")
         if fault:
             _log.warning("scorer.cache_dir: %s; segments are held in memory only until there is room", fault)
-        if slow_kernel():
-            _log.warning(slow_kernel())
+        scanner = self._shop.scanner
+        if scanner.warning:
+            _log.warning(scanner.warning)
         else:
-            _log.info("scoring with the compiled kernels", extra={"kernel": kernel_name()})
+            _log.info("ready to scan", extra={"kernel": scanner.name})
         # The scoring threads already take every CPU; matrix products that each started as many of their own
         # would fight over them (on two CPUs a search takes more than twice as long).
         controller = await asyncio.to_thread(ThreadpoolController)

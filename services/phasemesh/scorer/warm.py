@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from phasemesh.errors import ResourceExhausted
 from phasemesh.index.leaf import LeafSource
-from phasemesh.index.native import kernel_name, slow_kernel
 from phasemesh.scorer.fragments import Asked, Fragments
 from phasemesh.scorer.requests import check_distinct, index_of
 from phasemesh.scorer.work import Job, Workshop
@@ -50,8 +49,8 @@ async def load(shop: Workshop, fragments: Fragments) -> pb.GetLoadResponse:
         queued_scan_work=shop.queue.queued_work,
         running_searches=shop.queue.running_claims,
         resident_segments=size.resident_segments,
-        kernel=kernel_name(),
-        kernel_warning=slow_kernel(),
+        kernel=shop.scanner.name,
+        kernel_warning=shop.scanner.warning,
     )
 
 

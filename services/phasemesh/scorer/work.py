@@ -16,6 +16,7 @@ from typing import TypeVar
 from opentelemetry import trace
 
 from phasemesh.errors import Unavailable
+from phasemesh.index.scanner import CPU, Scanner
 from phasemesh.scorer.admission import ScanQueue
 from phasemesh.telemetry import names
 from phasemesh.telemetry.metrics import Metrics
@@ -43,6 +44,7 @@ class Workshop:
         queue: scan work and the threads that do it.
         metrics: of the process.
         max_message_bytes: largest reply.
+        scanner: has the first look at all vectors.
         draining: no more requests are taken.
     """
 
@@ -55,8 +57,10 @@ class Workshop:
         metrics: Metrics,
         now_ns: Callable[[], int],
         unix_ns: Callable[[], int] = time.time_ns,
+        scanner: Scanner = CPU,
     ) -> None:
         self.queue = queue
+        self.scanner = scanner
         self.metrics = metrics
         self.max_message_bytes = max_message_bytes
         self.draining = False

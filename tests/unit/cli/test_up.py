@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from phasemesh.cli.banner import banner
 from phasemesh.cli.report import RoleReport, write_report
-from phasemesh.cli.scorer_role import cache_folder
+from phasemesh.cli.scorer_role import cache_folder, scanner_of
 from phasemesh.cli.up import (
     data_lock,
     drain_order,
@@ -22,6 +23,7 @@ from phasemesh.cli.up import (
     server_of,
 )
 from phasemesh.config.settings import Settings, SettingsError, load_settings
+from phasemesh.index.scanner import CPU
 from phasemesh.v1 import encoder_pb2 as pb
 
 NAMES = ("gateway", "retrieval", "encoder", "scorer-0", "scorer-1")
@@ -136,3 +138,16 @@ def test_the_banner_shows_a_collection_that_can_be_made(
     assert "scorer-1 http://127.0.0.1:5004" in text
     create = text[text.index("/v1/collections -H") :].split("-d '", 1)[1].split("'", 1)[0]
     assert json.loads(create) == body
+
+
+def test_a_scorers_device_is_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scanner_of(settings_of(tmp_path).scorer) is CPU
+    asked = settings_of(tmp_path, scorer__device="cuda:7").scorer
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SettingsError, match=r"^scorer\.device: 'cuda:7' isn't available to this torch"):
+        scanner_of(asked)
+    monkeypatch.setitem(sys.modules, "phasemesh.engine.device_scan", None)
+    with pytest.raises(SettingsError, match=r"^scorer\.device: cuda:7 needs torch .* scorer-cuda"):
+        scanner_of(asked)
+    with pytest.raises(SettingsError, match=r"scorer\.device"):
+        settings_of(tmp_path, scorer__device="tpu")
